@@ -85,7 +85,7 @@ Convert a configuration, then check it with a dry run:
 
 ```sh
 python -m hetero_mpi init --from axolotl.yml --gpus 2      # writes job.toml; init --from FILE DIR: DIR/job.toml
-python -m hetero_mpi launch -np 3 -- train job.toml --dry-run
+python -m hetero_mpi launch -np 2 -- train job.toml --dry-run
 ```
 
 `init --from` reads YAML of axolotl, LLaMA-Factory or TRL, a Python script for TRL, or a file with the training command.

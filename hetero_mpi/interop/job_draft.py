@@ -202,9 +202,12 @@ class JobDraft:
         elif self._count(times) or (when == "epoch" and not steps):
             part, value = times, 1 / (self._count(times) or 1) / (self._count("epochs", 1) or 1)
             value = math.floor(value * 1e12) / 1e12 if value < 1 else 0  # rounding up might add a step
+        elif when == "no" and not self._parts[strategy][0].endswith(" by default"):
+            part, value = strategy, 0
         else:
             return
-        self._put(ours, int(value) if value >= 1 else math.ceil(value * steps) if steps else value, part, strategy)
+        value = int(value) if value >= 1 else math.ceil(value * steps) if steps else value
+        self._put(ours, value, *{part: 0, strategy: 0})
 
     def _sets(self, part: str, split: str = "train") -> list[tuple[str, str | dict[str, str]]]:
         """Return the files of a part as (name for ``data.records``, text column or the names of a record's columns)."""
@@ -219,9 +222,8 @@ class JobDraft:
             for inner in value.keys() - {"datasets"}:
                 self._leave_group(inner, value[inner], [TABLE["entries"]], f"{key}.")
             value = value.get("datasets")
-        if not isinstance(value, list) or not all(
-            isinstance(listed, Mapping) and (listed.get("path") or listed.get("id")) for listed in value
-        ):
+        entries = value if isinstance(value, list) else [None]
+        if not all(isinstance(each, Mapping) and (each.get("path") or each.get("id")) for each in entries):
             text = f"{self.file}: {key} = {as_toml(value)}: must be a list of datasets, each with a path"
             raise UserError("convert.data_sets", text)
         sets = []
@@ -229,11 +231,9 @@ class JobDraft:
             where, column = f"{key}[{at}]", self._column(part, entry)
             converted = ["type", *_COLUMNS]
             if isinstance(column, dict):
-                inner = {
-                    key: [*value.values()] if isinstance(value, Mapping) else [value] for key, value in entry.items()
-                }
-                converted = [key for key, values in inner.items() if any(name in values for name in column.values())]
-                self.column_sources |= {f"{where}.{key}": None for key in converted}
+                inner = {name: each.values() if isinstance(each, Mapping) else [each] for name, each in entry.items()}
+                converted = [name for name, values in inner.items() if any(key in values for key in column.values())]
+                self.column_sources |= {f"{where}.{name}": None for name in converted}
             sets += [(name, column) for name in self._records(where, entry, split, converted)]
         return sets
 

@@ -121,9 +121,8 @@ def _command_line(file: Path, text: str) -> dict[str, Any]:
         values = read_keys(path if path.exists() else file.parent / path) | values
     values |= dict(_options([f"--{word}" for word in words[at + 2 :] if re.match(r"\w+=", word)] if files else []))
     name = Path(words[at]).stem
-    for script in [
-        path for path in (Path(words[at]), file.parent / words[at]) if path.suffix == ".py" and path.is_file()
-    ]:
+    scripts = [path for path in (Path(words[at]), file.parent / words[at]) if path.suffix == ".py" and path.is_file()]
+    for script in scripts:
         with contextlib.suppress(OSError, ValueError, SyntaxError):
             (name,) = trainers_in(script.read_text(encoding="utf-8"))
     return values if name in ("train", "axolotl.cli") else {"trainer": name, **values}

@@ -18,6 +18,7 @@ from hetero_mpi.interop.job_draft import NOT_UNDERSTOOD, TABLE, JobDraft, keys_o
 from hetero_mpi.interop.other_files import read_keys
 from hetero_mpi.job.contradictions import objectives_by_key
 from hetero_mpi.job.load import job_from_tables
+from hetero_mpi.model.files import hub
 from hetero_mpi.rundir import trackers
 from hetero_mpi.util import toml
 from hetero_mpi.util.disk import write_errors
@@ -53,22 +54,20 @@ def convert_file(file: Path, target: Path, gpus: int | None) -> list[str]:
         lines += ["The job differs from the file in:", *(f"  {text}" for text in draft.differing)]
     converted = f"{len(draft.values)} keys converted from a file of {draft.title}"
     left_out = f"comments at its end list the other keys, with reasons ({sum(map(len, draft.omitted.values()))})"
-    program = f"hetero-mpi launch -np 3 -- train {shlex.quote(str(target))} --dry-run"
-    return [f"{target}: {converted}; {left_out}", *lines, "Then:", f"  {program}"]
+    program = f"hetero-mpi launch -np {draft.ranks} -- train {shlex.quote(str(target))} --dry-run"
+    return [f"{target}: {converted}; {left_out}", *lines, "Then (-np: ranks, one per device):", f"  {program}"]
 
 
 Reasons = list[tuple[str, str]]
 """Pairs of a source key and the reason why it is not supported."""
 
 
-def convert_arguments(
-    title: str, args: Mapping[str, Any], changed: Set[str]
-) -> tuple[dict[str, Any], Reasons, Reasons]:
+def convert_arguments(name: str, args: Mapping[str, Any], changed: Set[str]) -> tuple[dict[str, Any], Reasons, Reasons]:
     """Convert arguments of TRL's trainers. ``changed`` contains the names of arguments with non-default values.
 
     Returns the job's values by key, the unsupported arguments, and the ignored arguments, which do not affect the trained model.
     """
-    draft = _Draft(Path(title), args, Path.cwd(), None, "trl")
+    draft = _Draft(Path(name), args, Path.cwd(), None, "trl")
     harmless = {group["reason"] for table in tables_of("trl") for group in table["left"] if group.get("told")}
     harmless |= {PARTS[part] for part in TABLE["without_effect"]}
     omitted = {(text.partition(" = ")[0], why) for why, names in draft.omitted.items() for text in names}
@@ -87,8 +86,8 @@ def _matched_projections(targets: Any) -> list[str]:
     text, names = "|".join(f"({pattern})" for pattern in patterns), TABLE["modules"]["projections"]
     with contextlib.suppress(re.error):
         pattern = re.compile(re.sub(r"language_model\\?\.", "", text))  # of models of text and images
-        layers = [f"model.layers.{at}" for at in range(100)]
-        counts = {name: sum(bool(pattern.fullmatch(f"{layer}.{name}")) for layer in layers) for name in names}
+        layers = [f"model.layers.{layer}." for layer in range(100)]
+        counts = {name: sum(bool(pattern.fullmatch(layer + name)) for layer in layers) for name in names}
         if {*counts.values()} <= {0, 100} and not any(map(pattern.fullmatch, TABLE["modules"]["others"])):
             return [name.rpartition(".")[2] for name, count in counts.items() if count]
     return []
@@ -104,6 +103,7 @@ class _Draft(JobDraft):
         for count in [count for count in ("gpus", "nodes") if gpus is not None and count in self._parts]:
             self._leave(*self._parts.pop(count), "set by init --gpus")
         self._parts.setdefault("gpus", (f"{gpus or 1} GPU (init --gpus)", gpus or 1))
+        self.ranks = max(1, int(self._count("gpus") * self._count("nodes", 1)))
         self.compared = self._preference(source)
         self.pairs = self.compared not in ("none", "kto")
         defaults = keys_of(self.tool, "defaults")
@@ -131,8 +131,8 @@ class _Draft(JobDraft):
         if kind == "cpo":
             kind = "simpo" if self.tool == "axolotl" else self._word("loss")
             if kind != "simpo" or self._count("likelihood", 1):
-                rule = "of the CPO losses, only SimPO is supported: set cpo_alpha = 0 (in TRL, also loss_type = simpo)"
-                self._stop(*self._parts["objective"], rule)
+                reason = "of CPO's losses, only SimPO is supported: set cpo_alpha = 0 (in TRL, also loss_type = simpo)"
+                self._stop(*self._parts["objective"], reason)
         elif kind == "dpo" or self.tool == "trl":
             kind = self._word("loss") or kind
         compared = kind != "none"
@@ -210,7 +210,12 @@ class _Draft(JobDraft):
             shares = str(self._of("weights")).strip("[]").split(",")
             self._put("data.weights", [number_of(share) for share in shares], "weights")
         tokens = int(self._count("length", 2)) * (2 if self.pairs else 1)  # the last token is a target only
-        self._put("data.sequence_length", tokens - 1, "length")
+        file = self.directory / hub.directory_of(str(self.values["model.path"][0])) / "config.json"
+        config = json.loads(file.read_text("utf-8")) if self.pairs and file.is_file() else {}
+        length = min(tokens - 1, config.get("max_position_embeddings") or tokens)
+        if length < tokens - 1:
+            self._leave_part("length", f"pairs share a sequence; the model has {length} positions", differs=True)
+        self._put("data.sequence_length", length, "length")
         compared = self.compared != "none"
         packing = not compared and bool(self._of("neat") or self._of("packing", texts))
         self._put("data.packing", packing, *([] if compared else ["neat", "packing"]))
@@ -223,6 +228,8 @@ class _Draft(JobDraft):
             if self.tool == "trl" and not prompts and self._of("answers") is not True:
                 prompts = "chats"
             self._put("data.train_on_prompt", prompts, "everything", "answers", "completions")
+        for part in self._parts.keys() & {"everything", "answers", "completions"} - self._used:
+            self._leave_part(part, "all tokens of a text are targets" if texts else "preferences compare answers")
 
     def _training(self) -> None:
         parts = ("micro", "accumulation", "gpus", "nodes")
@@ -232,7 +239,9 @@ class _Draft(JobDraft):
             self._put("train.steps", steps, "steps")
         elif "epochs" in self._parts:
             self._put("train.epochs", self._of("epochs"), "epochs")
-        if self._of("drop") is not True and (self.tool != "axolotl" or not self._of("packing")):
+        if self.tool == "axolotl" and self.values["data.packing"][0]:  # drops the rest, which the next epoch fills here
+            self._put("train.last_batch", "full", "packing", "drop")
+        elif self._of("drop") is not True:
             self._put("train.last_batch", "smaller", "drop")
         if not self.values.get("train.neftune_noise_alpha", (1, ""))[0]:
             self._drop("train.neftune_noise_alpha", "disabled in both tools")
@@ -310,11 +319,11 @@ class _Draft(JobDraft):
             self._put("data.evaluation_fraction", share, "held_out")
         else:
             self._leave_part("held_out", PARTS["held_out"], differs=True)
-        if sets or share > 0:
+        if sets or share > 0 or when == "no":
             if when == "steps" and self.tool != "axolotl":
                 self._parts.setdefault("every", ("logging_steps", self._steps_of_logging))
             self._put_interval("train.evaluate_every", "evaluation", "every", "per_epoch")
-        if "train.evaluate_every" in self.values and self._count("patience"):
+        if self.values.get("train.evaluate_every", (0, ""))[0] and self._count("patience"):
             self._put("train.early_stopping_patience", int(self._count("patience")), "patience")
 
     def _output(self) -> None:
@@ -331,3 +340,5 @@ class _Draft(JobDraft):
         requested |= {name for name in trackers.NAMES if self._of(name)}
         if supported := [name for name in trackers.NAMES if name in requested]:
             self._put("report.trackers", supported, *supported, *(["report_to"] if requested == set(supported) else []))
+            if isinstance(self._of("wandb"), str):
+                self._leave_part("wandb", PARTS["wandb"])

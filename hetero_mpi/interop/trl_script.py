@@ -16,6 +16,7 @@ SIGNATURES = {
     "LoraConfig": ("task_type", "peft_type", "auto_mapping"),
     "get_peft_model": ("model", "peft_config"),
     "BitsAndBytesConfig": ("load_in_8bit", "load_in_4bit"),
+    "EarlyStoppingCallback": ("early_stopping_patience", "early_stopping_threshold"),
     "from_pretrained": ("pretrained_model_name_or_path",),
     "DPOTrainer": _WITH_REFERENCE,
     "KTOTrainer": _WITH_REFERENCE,
@@ -66,10 +67,14 @@ def read_script(text: str) -> dict[str, Any]:
             values["model_class"] = owner
             arguments |= {"model_name_or_path": names[0]} if names else {}
             arguments |= {key: words[key] for key in ("load_in_4bit", "max_seq_length") if key in words}
+        elif name == "EarlyStoppingCallback":
+            arguments |= {"early_stopping_patience": ast.Constant(1), **words}
         elif call in trainers:
             values["trainer"] = _objective(name)
             model = _value(words["model"], assigned) if "model" in words else None
             values |= {"model_name_or_path": model} if isinstance(model, str) else {}
+            if isinstance(given := words.get("callbacks"), ast.List):
+                words["callbacks"] = ast.List([one for one in given.elts if "EarlyStopping" not in ast.unparse(one)])
             arguments |= {key: value for key, value in words.items() if key not in _OBJECTS and "dataset" not in key}
             for key, ours in (("train_dataset", "datasets"), ("eval_dataset", "eval_dataset")):
                 values |= _datasets(words[key], ours, assigned) if key in words else {}

@@ -96,6 +96,14 @@ def test_gpus_and_the_place() -> None:
     assert main(["init", "--from", str(file), "other"]) == 0 and Path("other/job.toml").exists()
 
 
+def test_pairs_fit_the_positions_of_a_local_model(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("start").mkdir()
+    Path("start/config.json").write_text('{"max_position_embeddings": 512}')
+    Path("dpo.yml").write_text(f"base_model: ./start\nrl: dpo\nsequence_len: 512\nwandb_project: mine\n{DATA}")
+    assert made(Path("dpo.yml")).job.data.sequence_length == 512 and "  sequence_len = 512: " in capsys.readouterr().out
+    assert 'wandb_project = "mine"' in left_keys(Path("job.toml").read_text())
+
+
 def test_keys_inside_of_keys_are_named() -> None:
     made(FILES / "trl-handbook-qlora.yaml")
     text = left_keys(Path("job.toml").read_text())
@@ -148,6 +156,7 @@ trainer = trl.SFTTrainer(args=config, train_dataset=rows["train"].map(str), eval
      (("SFTConfig", "TrainingArguments"), {"train.preference": "none", "train.learning_rate": 2e-4}),
      (("lora = ", "config.learning_rate = 1e-5\nconfig.seed += 1\nlora = "), {"train.learning_rate": 1e-5, "train.seed": 42}),
      (("lora = ", "config.save_total_limit = 0\nlora = "), {"checkpoint.keep": "all"}),
+     (("packing=True)", "eval_strategy='steps')\nstop = EarlyStoppingCallback(4)"), {"train.early_stopping_patience": 4}),
      (("SFT", "GRPO"), "convert.value"), (("CausalLM", "SequenceClassification"), "convert.other_objective"),
      (("(NAME,", "(args.model,"), "convert.format"), (("RANK = 8", "RANK = = 8"), "convert.format")],
 )  # fmt: skip
@@ -346,6 +355,7 @@ BECOMES: list[tuple[str, str, dict[str, Any]]] = [
     ("llamafactory", "loraplus_lr_ratio: 16\nneftune_noise_alpha: 5", {"lora_plus_ratio": 16.0, "neftune_noise_alpha": 5.0}),
     ("llamafactory", "finetuning_type: full\nloraplus_lr_ratio: 16\nneftune_noise_alpha: 0",
      {"lora_plus_ratio": 1.0, "neftune_noise_alpha": None}),
+    ("axolotl", "num_epochs: 3\nsample_packing: true\neval_strategy: 'no'", {"last_batch": "full", "evaluate_every": 0}),
     # How an adapter begins.
     ("llamafactory", "pissa_init: true", {"adapter.start": "pissa_niter_16"}),
     ("llamafactory", "pissa_init: true\npissa_iter: -1\npissa_convert: true", {"adapter.start": "pissa"}),

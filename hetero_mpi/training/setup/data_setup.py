@@ -304,12 +304,12 @@ def _model_keys(loaded: LoadedJob) -> tuple[dict[str, Any], dict[str, Any] | Non
         config = read_config(loaded.resolve(model.config)).to_dict()
     # Before a long corpus is tokenized.
     positions = getattr(read_config(config), "max_position_embeddings", None)
-    length = loaded.job.data.sequence_length
+    length, is_compared = loaded.job.data.sequence_length, loaded.job.train.preference not in ("none", "kto")
     if positions is not None and length > positions:
         raise UserError(
             "data.sequence_length",
             f"{loaded.path}: [data] sequence_length = {length}: the model has positions for {units.plural(positions, 'token')} "
-            f"(max_position_embeddings); shorten the sequences",
+            f"(max_position_embeddings); lower it{', which is for both answers of a pair' * is_compared}",
         )
     return config, generation, notes
 
