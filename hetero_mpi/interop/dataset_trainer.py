@@ -171,9 +171,9 @@ class DatasetTrainer:
             resume_from_checkpoint: a checkpoint to resume from, or ``output_dir``/checkpoint-STEP; True: the newest one.
         """
         if resume_from_checkpoint:
-            chosen = LATEST if resume_from_checkpoint is True else os.fspath(resume_from_checkpoint)
+            choice = LATEST if resume_from_checkpoint is True else os.fspath(resume_from_checkpoint)
             own_name = lambda match: str(checkpoint_path(Path("checkpoints"), int(match[1])))  # noqa: E731
-            options["resume"] = re.sub(r"checkpoint-(\d+)/?$", own_name, chosen)
+            options["resume"] = re.sub(r"checkpoint-(\d+)/?$", own_name, choice)
         job, events, begin_s = self._ready(self._tests), self._events, time.perf_counter()
         events.begin(self._rank, self._max_steps)
         events.call("on_train_begin")

@@ -73,8 +73,8 @@ def read_script(text: str) -> dict[str, Any]:
             values["trainer"] = _objective(name)
             model = _value(words["model"], assigned) if "model" in words else None
             values |= {"model_name_or_path": model} if isinstance(model, str) else {}
-            if isinstance(given := words.get("callbacks"), ast.List):
-                words["callbacks"] = ast.List([one for one in given.elts if "EarlyStopping" not in ast.unparse(one)])
+            if isinstance(listed := words.get("callbacks"), ast.List):
+                words["callbacks"] = ast.List([part for part in listed.elts if "EarlyStop" not in ast.unparse(part)])
             arguments |= {key: value for key, value in words.items() if key not in _OBJECTS and "dataset" not in key}
             for key, ours in (("train_dataset", "datasets"), ("eval_dataset", "eval_dataset")):
                 values |= _datasets(words[key], ours, assigned) if key in words else {}
