@@ -35,7 +35,7 @@ from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.job.schema import DataTable
 from hetero_mpi.report.past_run import job_of_run
 from hetero_mpi.rundir.logs import say
-from hetero_mpi.rundir.run_directory import EVALUATION_NAME
+from hetero_mpi.rundir.run_directory import EVALUATION_NAME, run_json
 from hetero_mpi.serve.api_server import ApiServer
 from hetero_mpi.serve.scheduler import CacheBudget
 from hetero_mpi.serve.serve import ServeOptions, cache_budgets, serve
