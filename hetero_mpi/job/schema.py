@@ -203,8 +203,8 @@ class PlanTable(JobTable):
     allow_idle: bool = True
     """Allow the plan to leave ranks idle if that is faster."""
     thorough: bool = False
-    """Search longer for the fastest plan: minutes instead of seconds, for a step that is usually less than 1 %
-    faster. Replanning during a run always uses the fast search."""
+    """Search up to four times as long, for a step that is usually less than 1 % faster. Replanning during a run never
+    does."""
     memory_reserve: Annotated[Fraction, Unit("share")] = 0.05
     """Fraction of each rank's usable memory to keep free."""
     schedule: ScheduleName = "auto"

@@ -91,6 +91,25 @@ def test_weights_follow_the_memory_that_a_plan_leaves_free() -> None:
     assert Fitter(replace(profile, devices=half), asked).fitted(plan) == plan, "a half each fits, if not all"
 
 
+@pytest.mark.parametrize("missing_bytes, depth", [(1_000, 2), (20_000, 1)])
+def test_fewer_micro_batches_in_flight_are_preferred_to_recomputation_where_they_are_faster(
+    missing_bytes: int, depth: int
+) -> None:
+    """The first ranks of two pipelines lack memory for the depths that are asked for."""
+    model = replace(make_model(BLOCKS), state_bytes_per_trainable_parameter=16.0)
+    stages = ([StagePlan((rank,), 0, 4, 3), StagePlan((rank + 1,), 4, LAYERS, 0)] for rank in (0, 2))
+    plan = Plan(tuple(PipelinePlan(tuple(pair), 1, 8) for pair in stages), 16, SEQUENCE, LAYERS)
+    profile = make_profile([1.0] * 4, model)
+    peaks = [memory.peak_bytes for memory in predict_memory(plan, profile)]
+    sizes = [peak - missing_bytes * (rank % 2 == 0) for rank, peak in enumerate(peaks)]
+    devices = (replace(d, memory_bytes=size) for d, size in zip(profile.devices, sizes, strict=True))
+    request = PlanRequest(16, SEQUENCE, (1,), max_pipelines=2, memory_reserve=0.0, recompute_choices=(False, True))
+    fitter = Fitter(replace(profile, devices=tuple(devices)), request)
+    fitted = fitter.fitted(plan)
+    assert fitted is not None and fitter.step_s(fitted) == fitter.step_s(plan)
+    assert [(stage.warm_up, stage.recompute) for _, _, stage in fitted.numbered] == [(depth, False), (0, False)] * 2
+
+
 def test_the_step_that_is_reported_is_the_one_that_was_searched() -> None:
     """On unlike ranks with plenty of memory, of which stepping takes a good part."""
     devices = [make_device(rank, memory_bytes=10**7 * (1 + rank), optimizer_s_per_parameter=1e-3) for rank in range(3)]

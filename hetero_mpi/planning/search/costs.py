@@ -34,10 +34,13 @@ from hetero_mpi.planning.tables import (
 )
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
-from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.planning.types.request import PlanRequest, shares_nics
 
 MAX_SHARING_RANKS = 64
 """Clusters with more ranks are searched as if optimizer state were not sharded."""
+MIN_WIDE_RANKS, MAX_WIDE_RANKS = 13, 32
+"""Range of ranks with twice as many candidates: plans for fewer ranks rarely gain, those for more take too long, as do those
+with shared NICs."""
 
 
 @dataclass(eq=False)
@@ -72,6 +75,8 @@ class Costs:
     """Cache of ``times``, keyed by ranks, layer counts and ways."""
     _paced: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict, init=False)
     """Cache of ``paced`` depths, keyed by ranks, layer counts, sequences, ``allowance`` and ``repeat``."""
+    _paces: dict[tuple[Any, ...], tuple[list[float], list[float], list[int]]] = field(default_factory=dict, init=False)
+    """Cache of ``_pace``, keyed by ranks and layer counts."""
 
     @property
     def count(self) -> int:
@@ -99,6 +104,13 @@ class Costs:
     @cached_property
     def usable(self) -> Floats:
         return np.array([room.usable for room in self.rooms])
+
+    @property
+    def effort(self) -> int:
+        """Factor by which numbers of candidates are raised, for thorough requests and for many ranks."""
+        request = self.request
+        is_whole = not (request.near or request.near_counts or shares_nics(self.memory.profile))
+        return 1 + request.thorough + (is_whole and MIN_WIDE_RANKS <= len(self.devices) <= MAX_WIDE_RANKS)
 
     @property
     def model(self) -> ModelCost:
@@ -182,7 +194,7 @@ class Costs:
         if deepest == self.deepest:
             return self
         shared = copy.copy(self)
-        shared.deepest, shared._paced, shared._bytes = deepest, {}, {}
+        shared.deepest, shared._paced, shared._paces, shared._bytes = deepest, {}, {}, {}
         if pipelines == math.inf:
             grid, kinds = self.grid(pipelines), {(room.ratio, room.in_host_memory) for room in self.rooms}
             for way, kind in itertools.product(deepest, kinds):
@@ -297,15 +309,7 @@ class Costs:
         return line._replace(flying=tuple(min(depth + 1, line.micro_batches) for depth in depths))
 
     def _depths(self, line: Line, allowance: float, repeat: bool) -> tuple[int, ...]:
-        modes, max_depths = list[StageMode](), list[int]()
-        for rank, first, count in zip(line.ranks, line.cuts, line.counts, strict=False):
-            rooms = ((way, _room(tables[rank][first], count)) for way, tables in self.deepest.items())
-            way, depth = next((mode_and_depth for mode_and_depth in rooms if mode_and_depth[1] > 0), (self.ways[0], 0))
-            modes.append(way)
-            max_depths.append(depth)
-        times = self.times(line, tuple(modes))
-        compute = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
-        hops = [out + back for out, back in zip(times.out, times.back, strict=True)]
+        compute, hops, max_depths = self._pace(line.ranks, line.counts)
         warm_up = paced_each(compute, hops, period_s(compute, hops), allowance)
         flying = [min(line.micro_batches, depth + 1) for depth in warm_up]
         if repeat or len(self.ways) < 2:
@@ -313,6 +317,21 @@ class Costs:
         for stage, depth in enumerate(max_depths):
             flying[stage] = min(flying[stage], depth) if depth >= len(max_depths) - stage else flying[stage]
         return falling(flying)
+
+    def _pace(self, ranks: tuple[int, ...], counts: tuple[int, ...]) -> tuple[list[float], list[float], list[int]]:
+        """Compute seconds and maximum depth of each stage with the fastest strategy that fits; message seconds of each link."""
+        if (ranks, counts) not in self._paces:
+            line, modes, max_depths = Line(ranks, counts, (), self.micro_batch, 0), list[StageMode](), list[int]()
+            for rank, first, count in zip(ranks, line.cuts, counts, strict=False):
+                rooms = ((way, _room(tables[rank][first], count)) for way, tables in self.deepest.items())
+                way, depth = next((each for each in rooms if each[1] > 0), (self.ways[0], 0))
+                modes.append(way)
+                max_depths.append(depth)
+            times = self.times(line, tuple(modes))
+            compute = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
+            hops = [out + back for out, back in zip(times.out, times.back, strict=True)]
+            self._paces[ranks, counts] = compute, hops, max_depths
+        return self._paces[ranks, counts]
 
     def times(self, line: Line, ways: tuple[StageMode, ...]) -> LineTimes:
         key = line.ranks, line.counts, ways

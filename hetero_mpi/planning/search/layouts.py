@@ -80,9 +80,9 @@ def best_layouts(profile: ClusterProfile, request: PlanRequest, slices: Sequence
     for layout in _sized(by_size):
         best_by_count.setdefault(layout.chains.pipelines, layout)
     least_s = min((layout.step_s for layout in best_by_count.values()), default=0.0)
-    twice = 1 + request.thorough
-    near = [layout for layout in best_by_count.values() if layout.step_s <= MAX_SLOWDOWN**twice * least_s]
-    plans = [_finished(layout, clock) for layout in near[: twice * MAX_IMPROVED]]
+    effort = clock.first.effort
+    near = [layout for layout in best_by_count.values() if layout.step_s <= MAX_SLOWDOWN**effort * least_s]
+    plans = [_finished(layout, clock) for layout in near[: effort * MAX_IMPROVED]]
     memory = MemoryModel(profile, request)
     return [plan for plan in sorted(plans, key=lambda plan: plan[0]) if memory.check_hosts(plan[1])]
 
@@ -94,7 +94,7 @@ def _sized(by_size: Mapping[int, Costs]) -> list[_SimulatedLayout]:
     for costs in larger:
         again = [
             _estimated(Chains(in_columns(costs, layout_found.chains.columns.members)), MIN_LINES)
-            for layout_found in simulated[: (1 + costs.request.thorough) * MAX_IMPROVED]
+            for layout_found in simulated[: costs.effort * MAX_IMPROVED]
             if layout_found.chains.pipelines <= costs.request.global_batch // costs.micro_batch
         ]
         simulated += _simulated([layout for layout in again if layout is not None])
@@ -133,10 +133,10 @@ def _ranked(costs: Costs) -> list[_Layout]:
         if (layout := _estimated(_worthwhile(costs, members), MIN_LINES)) is not None
     ]
     layouts.sort(key=lambda candidate: candidate.estimate_s)
-    promising, twice = list[_Layout](), 1 + costs.request.thorough
+    promising, effort = list[_Layout](), costs.effort
     for layout in layouts:
         alike = sum(candidate.chains.pipelines == layout.chains.pipelines for candidate in promising)
-        if len(promising) < twice * MAX_LAYOUTS and alike < twice * MAX_LAYOUTS_PER_COUNT:
+        if len(promising) < effort * MAX_LAYOUTS and alike < effort * MAX_LAYOUTS_PER_COUNT:
             promising.append(layout)
     closer = [_estimated(layout.chains, len(_KEYS)) for layout in promising]
     return sorted((layout for layout in closer if layout is not None), key=lambda candidate: candidate.estimate_s)

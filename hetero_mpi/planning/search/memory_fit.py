@@ -9,6 +9,7 @@ from hetero_mpi.planning.memory import host_state_bytes, shared_memories, state_
 from hetero_mpi.planning.memory_model import MemoryModel, predict_hosts
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.owners import owned_state_bytes, weighted
+from hetero_mpi.planning.search.pipelines import falling
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -16,6 +17,8 @@ from hetero_mpi.planning.types.request import PlanRequest
 ROUNDING_RATIO = 1e-9
 MAX_DEALS = 6
 """Maximum number of attempts to distribute optimizer state."""
+MAX_FEWER_IN_FLIGHT = 3
+"""Maximum number of micro-batches by which depths are reduced to avoid recomputation."""
 Owned = Mapping[int, float]
 """Rank -> bytes of optimizer state that the rank is assumed to own."""
 
@@ -50,10 +53,19 @@ class Fitter:
     def fitted(self, plan: Plan) -> Plan | None:
         """Fit ``plan`` with as little recomputation as possible, then with smaller depths; None if it does not fit.
 
-        If optimizer state is sharded, each rank's share is guessed: none, equal parts, then the shares that did not fit before.
+        If optimizer state is sharded, slightly smaller depths are preferred to recomputation where they are faster.
         """
         if len(plan.pipelines) == 1 or not self.profile.model.trained_whole:
             return self._fitted(plan, None)
+        fitted, wished = self._with_owners(plan), _recomputing(plan)
+        if fitted is None or _recomputing(fitted) == wished or self.request.schedule != "auto":
+            return fitted
+        candidates = map(self._with_owners, _shallower(plan))
+        shallower = next((each for each in candidates if each is not None and _recomputing(each) == wished), fitted)
+        return shallower if self.step_s(shallower) < self.step_s(fitted) else fitted
+
+    def _with_owners(self, plan: Plan) -> Plan | None:
+        """Fit ``plan`` and distribute optimizer state; each rank's share is guessed: none, equal parts, then what did not fit."""
         lacked: dict[int, float] = {}
         guesses = [{}, *self._parts(plan)]
         for deal in range(MAX_DEALS):
@@ -257,6 +269,21 @@ class Fitter:
     def _state(self, stage: StagePlan) -> float:
         """Bytes of optimizer state of ``stage``, whichever rank owns it."""
         return self.profile.model.owned_bytes(stage.first, stage.last) * state_on_device(self.profile, stage)
+
+
+def _recomputing(plan: Plan) -> list[bool]:
+    return [stage.recompute for _, _, stage in plan.numbered]
+
+
+def _shallower(plan: Plan) -> Iterator[Plan]:
+    """Yield ``plan`` with fewer micro-batches in flight: ranks own whole layers of state, which the search divides at will."""
+    for fewer in range(1, MAX_FEWER_IN_FLIGHT + 1):
+        stages = list[StagePlan]()
+        for pipeline in plan.pipelines:
+            first, *later = (stage.warm_up + 1 for stage in pipeline.stages)
+            flying = falling((max(1, first - fewer), *later))
+            stages += (replace(s, warm_up=depth - 1) for s, depth in zip(pipeline.stages, flying, strict=True))
+        yield plan.with_stages(stages)
 
 
 def _with_stage(plan: Plan, number: int, **changed: Any) -> Plan:

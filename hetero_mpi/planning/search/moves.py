@@ -10,13 +10,15 @@ from hetero_mpi.planning.search.pipelines import Line, Lines
 
 ALLOWANCES = (0.0, 0.1, 0.25, 0.5, 0.9)
 """Fractions of a period by which gradients may arrive early."""
-DEPTH_CHANGES = (-2, -1, 1, 2)
+DEPTH_CHANGES = (-4, -2, -1, 1, 2, 4, 8)
 MOVED_SEQUENCES = (1, 2, 4)
 """Choices of the number of sequences moved between pipelines at once."""
 MOVES_AT_ONCE = (1, 1, 1, 2, 3)
 """Choices of the number of moves applied together."""
 DEPTH_SLOPES = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Choices of the depth difference between neighbouring stages."""
+FALLING_RATIO = 0.5
+"""Probability that other depths are changed so that all of them differ."""
 JOINT_MOVE_RATIO = 0.5
 """Probability of applying a move to all pipelines with the same number of stages."""
 
@@ -73,7 +75,8 @@ class Moves:
     def _depth(self, lines: Lines, index: int) -> Lines:
         """Change the depth of one stage, and adjust other stages to keep depths monotonic."""
         stage, by = self.draw.randrange(len(lines[index].ranks)), self.draw.choice(DEPTH_CHANGES)
-        return self._together(lines, index, lambda line: deeper(line, stage, by))
+        fall = self.draw.random() < FALLING_RATIO
+        return self._together(lines, index, lambda line: deeper(line, stage, by, fall))
 
     def _slope(self, lines: Lines, index: int) -> Lines:
         """Set a constant depth difference between stages."""
@@ -193,7 +196,8 @@ def nearest(lines: Lines, depths: bool) -> Iterator[Lines]:
             if min(counts) > 0:
                 yield _with(lines, {index: line._replace(counts=tuple(counts))})
         for stage, by in itertools.product(range(len(line.counts) if depths else 0), (-1, 1)):
-            yield _with(lines, {index: deeper(line, stage, by)})
+            changed = dict.fromkeys(deeper(line, stage, by, fall) for fall in (True, False))
+            yield from (_with(lines, {index: line}) for line in changed)
         for receiver, taking in enumerate(lines):
             if receiver != index and line.sequences > line.micro_batch == taking.micro_batch:
                 less = line._replace(sequences=line.sequences - line.micro_batch)
@@ -215,11 +219,19 @@ def with_rank(lines: Lines, rank: int) -> Iterator[Lines]:
                 yield _with(lines, {index: line._replace(ranks=ranks, counts=counts, flying=flying)})
 
 
-def deeper(line: Line, stage: int, by: int) -> Line:
-    """Change the depth of one stage by ``by``, and adjust other stages to keep depths monotonic."""
-    depth = min(max(1, line.flying[stage] + by), line.micro_batches)
+def deeper(line: Line, stage: int, by: int, fall: bool = False) -> Line:
+    """Change the depth of one stage by ``by``, and adjust other stages to keep depths monotonic.
+
+    Args:
+        fall: let depths fall from stage to stage. Of two stages with equal depths, each waits for the other.
+    """
+    depth, apart = min(max(1, line.flying[stage] + by), line.micro_batches), int(fall)
     flying = tuple(
-        max(now, depth) if i <= stage and by > 0 else min(now, depth) if i >= stage and by < 0 else now
+        max(now, min(depth + apart * (stage - i), line.micro_batches))
+        if i <= stage and by > 0
+        else min(now, max(1, depth - apart * (i - stage)))
+        if i >= stage and by < 0
+        else now
         for i, now in enumerate(line.flying)
     )
     return line._replace(flying=flying)

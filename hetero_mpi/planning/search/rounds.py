@@ -23,7 +23,7 @@ from hetero_mpi.planning.search.pipelines import ROUNDING_RATIO, Fitting, Line, 
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest, shares_nics
 
-DEPTH_ALLOWANCES = (0.0, 0.1, 0.25, 0.5, 0.9, 1.5, 2.5)
+DEPTH_ALLOWANCES = (0.0, 0.1, 0.5, 1.5)
 """Values of ``allowance`` to try in ``Costs.paced``."""
 OWNED_STATE_ACTIONS_FACTOR = 12
 """Factor by which simulated actions cost more with sharded optimizer state."""

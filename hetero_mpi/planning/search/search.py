@@ -40,13 +40,15 @@ SCREENING_ROUNDS, IMPROVEMENT_ROUNDS, MAX_CANDIDATES, MAX_SIMULATED_CANDIDATES =
 """Number of rounds to screen and to improve candidates; maximum number of candidates to keep and to simulate."""
 MAX_DESCENTS, MAX_DESCENT_LOOKS = 4, 120
 """Maximum number of descents, and of changes tried in each."""
+MAX_ANNEALED_RATIO = 1.03
+"""A pipeline count is annealed unless its best descended plan is slower than the best annealed one by more than this factor."""
 HEAT = (0.01, 0.0005)
 MAX_ANNEALING_LOOKS, MAX_SIMULATED_ACTIONS = 1000, 300_000
 """Maximum number of annealing changes and of simulated actions, which together take a fraction of a second."""
 NEAR_ROUNDS, NEAR_CANDIDATES, NEAR_TIMED, NEAR_LOOKS = 8, 2, 4, 40
 """Near a given plan: rounds of improvement, candidates kept, plans timed, and changes tried in a descent."""
 THOROUGH_FACTOR = 4
-"""Factor by which thorough requests raise both limits; other limits are doubled."""
+"""Factor by which thorough requests raise both limits; other limits are raised by ``Costs.effort``."""
 NIC_ACTIONS_FACTOR = 8
 """Factor by which simulated actions cost more with shared NICs."""
 
@@ -87,9 +89,9 @@ class Search:
         self.rounds = LocalSearch(
             self.costs, self._step_s, self.clock.step_s, self._owned_s, 0 if request.allow_idle else self.max_used_ranks
         )
-        times = THOROUGH_FACTOR if request.thorough else 1
-        self.twice, share = 1 + request.thorough, min(1.0, len(self.ranks) / MAX_ALL_COUNTS_RANKS)
-        limits = self.twice * SCREENING_ROUNDS, self.twice * IMPROVEMENT_ROUNDS, times * MAX_ANNEALING_LOOKS
+        times = THOROUGH_FACTOR if request.thorough else self.costs[sizes[0]].effort
+        self.effort, share = self.costs[sizes[0]].effort, min(1.0, len(self.ranks) / MAX_ALL_COUNTS_RANKS)
+        limits = self.effort * SCREENING_ROUNDS, self.effort * IMPROVEMENT_ROUNDS, times * MAX_ANNEALING_LOOKS
         self.short, self.long, self.looks = (round(share * limit) for limit in limits)
         self.actions = times * MAX_SIMULATED_ACTIONS / (NIC_ACTIONS_FACTOR if shares_nics(profile) else 1)
         self.near = [lines for lines in map(self.lines, request.near) if lines]
@@ -151,9 +153,9 @@ class Search:
         self, numbers: dict[int, list[Start]], rounds: LocalSearch, further_starts: Sequence[Start] = ()
     ) -> dict[int, Start]:
         """Find the best pipelines for each pipeline count in ``numbers``."""
-        starts_by_count: dict[int, list[Start]] = {}
+        starts_by_count, searches = dict[int, list[Start]](), dict[int, LocalSearch]()
         for number, starts in numbers.items():
-            local_search = rounds.shared_by(number).using_at_least(rounds.least)
+            local_search = searches[number] = rounds.shared_by(number).using_at_least(rounds.least)
             more = [
                 start
                 for further in further_starts
@@ -171,13 +173,18 @@ class Search:
         starts_by_count = {number: starts for number, starts in starts_by_count.items() if starts}
         best = {number: starts[0] for number, starts in starts_by_count.items()}
         close = sorted(best, key=lambda number: (best[number][1], number))
-        most = self.twice * (MAX_COUNTS_IN_BRIEF if self.request.near_counts else MAX_PIPELINE_COUNTS)
+        most = self.effort * (MAX_COUNTS_IN_BRIEF if self.request.near_counts else MAX_PIPELINE_COUNTS)
         close = close[:1] if self.near else sorted(best) if len(self.ranks) <= MAX_ALL_COUNTS_RANKS else close[:most]
         least_s = math.inf
         for number in close:
-            if starts_by_count[number][0][1] <= MAX_SLOWDOWN_RATIO**self.twice * least_s:
-                local_search = rounds.shared_by(number).using_at_least(rounds.least)
-                best[number] = self._improved(starts_by_count[number], number, local_search)
+            if starts_by_count[number][0][1] <= MAX_SLOWDOWN_RATIO**self.effort * least_s:
+                best[number] = self._improved(starts_by_count[number], number, searches[number])
+                least_s = min(least_s, best[number][1])
+        is_brief = bool(self.near or self.request.near_counts) or len(self.ranks) == 1
+        for number in [] if is_brief else sorted(close, key=lambda number: best[number][1]):
+            start = best[number]
+            if start[1] <= MAX_ANNEALED_RATIO * least_s:
+                best[number] = searches[number].annealed(start, HEAT, self.looks, self.actions, random.Random(0))
                 least_s = min(least_s, best[number][1])
         return best
 
@@ -200,7 +207,7 @@ class Search:
             for depth in (1.0, 0.0):
                 draw = np.random.default_rng(number)
                 candidates, state = orders.improved(
-                    orders.random_candidates(number, draw, depth), self.short, depth, draw, self.twice * MAX_CANDIDATES
+                    orders.random_candidates(number, draw, depth), self.short, depth, draw, self.effort * MAX_CANDIDATES
                 )
                 if candidates:
                     break
@@ -208,12 +215,12 @@ class Search:
         return self._candidates[number]
 
     def _improved(self, starts: list[Start], number: int, rounds: LocalSearch) -> Start:
-        """Improve starts and further candidates by descent, then anneal the best one unless the search is brief."""
+        """Improve starts and further candidates by descent."""
         if self.near:
             return rounds.descended(starts[0], NEAR_LOOKS, self.actions / 4)
         _, state, depth = self._begun(number)
         candidates, _ = self.orders(number).improved(
-            state, self.long, depth, np.random.default_rng(0), self.twice * MAX_CANDIDATES
+            state, self.long, depth, np.random.default_rng(0), self.effort * MAX_CANDIDATES
         )
         starts = best_of([*starts, *self._priced(candidates, number, rounds, depth)])
         fewer_hosts = list(self._without_a_host(starts[0], rounds, depth))
@@ -221,12 +228,8 @@ class Search:
         alive = best_of([*starts, *fewer_hosts])[:MAX_DESCENTS]
         if len(self.ranks) == 1:
             return alive[0]
-        best = min(
-            (rounds.descended(start, MAX_DESCENT_LOOKS, self.actions / 4) for start in alive),
-            key=lambda start: start[1],
-        )
-        is_brief = bool(self.request.near_counts)
-        return best if is_brief else rounds.annealed(best, HEAT, self.looks, self.actions, random.Random(0))
+        descended = (rounds.descended(start, MAX_DESCENT_LOOKS, self.actions / 4) for start in alive)
+        return min(descended, key=lambda start: start[1])
 
     def _without_a_host(self, start: Start, rounds: LocalSearch, depth: float) -> Iterator[Start]:
         """Yield variants of ``start`` that leave out one host: behind a slow link, leaving out a single rank may not pay."""
@@ -250,7 +253,7 @@ class Search:
             lines += map(orders.spread_over_all_ranks, candidates)
         return rounds.timed_starts(
             filter(None, dict.fromkeys(lines)),
-            2 * self.twice * MAX_SIMULATED_CANDIDATES,
+            2 * self.effort * MAX_SIMULATED_CANDIDATES,
             self.actions / 4,
             MAX_DESCENTS,
         )
