@@ -222,7 +222,7 @@ class Traffic:
 
 
 def traffic(events: Iterable[Event], plan: Plan) -> dict[tuple[int, int], Traffic]:
-    """Map (sender, receiver) to the messages of one step. Gradient all-reduces are not included (see ``sums``)."""
+    """Map (sender, receiver) to the messages of one step. Gradient all-reduces are not included."""
     rank_of = {number: stage.ranks[0] for number, _, stage in plan.numbered}
     traffic_by_pair: dict[tuple[int, int], Traffic] = {}
     for event in events:
@@ -234,15 +234,6 @@ def traffic(events: Iterable[Event], plan: Plan) -> dict[tuple[int, int], Traffi
                 total.messages + 1, total.bytes + event.bytes, total.seconds + event.end_s - event.start_s
             )
     return dict(sorted(traffic_by_pair.items()))
-
-
-def sums(events: Iterable[Event]) -> dict[int, float]:
-    """Map each rank to the seconds of a step that it spends in gradient all-reduces. Ranks that take part in none are absent."""
-    seconds_by_rank: dict[int, float] = {}
-    for event in events:
-        if event.action.op is Op.REDUCE:
-            seconds_by_rank[event.rank] = seconds_by_rank.get(event.rank, 0.0) + event.end_s - event.start_s
-    return seconds_by_rank
 
 
 def _rounded(value: Any) -> Any:

@@ -14,12 +14,10 @@ import pytest
 from matplotlib.colors import to_rgba
 from matplotlib.patches import FancyArrowPatch
 
-from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import Alone, RankMemory
 from hetero_mpi.report.figures.architecture import architecture
 from hetero_mpi.report.figures.curves import HOVER_STEPS, Series, StepMark, line_chart
 from hetero_mpi.report.figures.style import COLOURS, svg
-from hetero_mpi.report.figures.timeline import Panel, timeline
 from hetero_mpi.report.page import sections
 from hetero_mpi.report.page.document import key_figures, report_html
 from hetero_mpi.report.past_run import anonymous, read_run
@@ -115,25 +113,6 @@ def y_ticks(chart: str) -> list[dict[float, float]]:
     return found
 
 
-def test_series_that_are_far_apart_have_an_axis_each() -> None:
-    def chart(measured: float, from_zero: bool = True) -> list[float]:
-        """The greatest tick of each axis, the upper one first."""
-        series = [
-            Series(name, ((1.0, y), (2.0, y)), "accent") for name, y in (("predicted", 1.0), ("measured", measured))
-        ]
-        found = line_chart("time per step", series, from_zero=from_zero, marks=[StepMark(2, "a death", "alert")])
-        assert found is not None
-        tops = [max(ticks.values()) for ticks in y_ticks(re.sub('<g class="log".*?</g>', "", found))]
-        assert found.count("<title>a death</title>") == len(tops) == 1 + ("an axis each" in found)
-        return tops
-
-    assert len(chart(2.9)) == 1 and len(chart(40.0, from_zero=False)) == 1
-    for measured, place in ((40.0, 1), (0.02, 0)):
-        limits = chart(measured)
-        assert len(limits) == 2 and limits[0] > 3 * limits[1]
-        assert 0.5 < 1.0 / limits[place] <= 1.0, "the prediction is no flat line"
-
-
 def test_a_chart_has_readings_and_a_logarithmic_axis_without_a_script() -> None:
     noise = tuple((float(step), 10.0 ** (step / 100) * (1 + 0.1 * (step % 2))) for step in range(201))
     chart = line_chart("loss", [Series("loss", noise, "accent", noisy=True)])
@@ -158,21 +137,6 @@ def test_a_chart_has_readings_and_a_logarithmic_axis_without_a_script() -> None:
     assert max(map(abs, np.diff(smooth, 2))) < 0.4 * max(map(abs, np.diff(raw, 2)))
     negative = line_chart("loss", [Series("loss", ((1.0, 0.0), (2.0, -1.0)), "accent")])
     assert 'class="log"' not in str(negative), "there is no logarithm of a negative value"
-
-
-def test_steps_that_are_far_apart_have_a_time_axis_each() -> None:
-    profile = cluster(2)
-    predicted = simulate(planned(profile).plan, profile)
-
-    def limits(slower: float) -> list[float]:
-        longer = [replace(one, start_s=slower * one.start_s, end_s=slower * one.end_s) for one in predicted.events]
-        figure = timeline([Panel("predicted", predicted.events), Panel("measured", longer)], {})
-        shown = [axes.xaxis.get_tick_params()["labelbottom"] for axes in figure.axes]
-        assert shown == [slower > 3, True], "each axis of its own is written"
-        return [axes.get_xlim()[1] / predicted.step_s for axes in figure.axes]
-
-    assert limits(2.5) == pytest.approx([2.5, 2.5])
-    assert limits(20.0) == pytest.approx([1.0, 20.0])
 
 
 def test_the_memory_of_a_process_is_explained(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ that are sent by mail and notebooks keep these functions; without the page's CSS
 """
 
 import math
-import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from hetero_mpi.report.figures.style import FONTS, far_apart
+from hetero_mpi.report.figures.style import FONTS
 
 MAX_POINTS = 400
 """Maximum number of points per series. In longer series, neighbouring points are averaged."""
@@ -40,8 +39,8 @@ _MAX_TICKS = 7
 _LABEL_SIZE = 12
 """Minimum distance of tick labels in pixels."""
 _ROUND = [1, 2, 2.5, 5, 10]
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 460, 250, 64, 446, 34, 214, 18
-"""Size of a chart, edges of its axes, and gap between two axes, in pixels."""
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 250, 64, 446, 34, 214
+"""Size of a chart and edges of its axes, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def line_chart(
     Args:
         label: label of the y axis, with its unit.
         y_text: function that formats the tick labels of the y axis.
-        from_zero: start the y axis at 0, and use separate axes if the series have very different magnitudes.
+        from_zero: start the y axis at 0.
         marks: events to mark. Those outside the range of steps are drawn at the edge.
         x_name: label of the x axis.
         x_text: function that formats positions on the x axis.
@@ -94,20 +93,14 @@ def line_chart(
     drawn_series = [(line, points) for line in series if (points := _thinned(line.points))]
     if not drawn_series:
         return None
-    separate = from_zero and far_apart([_middle(points) for _, points in drawn_series])
-    groups = [[line] for line in drawn_series] if separate else [drawn_series]
     steps = [step for _, points in drawn_series for step, _ in points]
     ends = (min(steps), max(steps)) if min(steps) < max(steps) else (steps[0] - 1, steps[0] + 1)
     across = partial(np.interp, xp=ends, fp=(_LEFT, _RIGHT))
-    tall = (_BOTTOM - _TOP - _BETWEEN * (len(groups) - 1)) / len(groups)
-    parts = [_text(0, 14, label + (", an axis each" if len(groups) > 1 else ""), _TITLE)]
-    for index, group in enumerate(sorted(groups, key=lambda group: -_middle(group[0][1]))):
-        top = _TOP + index * (tall + _BETWEEN)
-        parts += _scales(group, across, (top + tall, top), y_text, from_zero)
-        for mark in marks:
-            x = across(mark.step)
-            lines = [_path([(x, top), (x, top + tall)], mark.colour, form) for form in ('9" opacity="0.18', "1.2")]
-            parts.append(Markup("<g><title>{}</title>{}{}</g>").format(mark.text, *lines))
+    parts = [_text(0, 14, label, _TITLE), *_scales(drawn_series, across, (_BOTTOM, _TOP), y_text, from_zero)]
+    for mark in marks:
+        x = across(mark.step)
+        lines = [_path([(x, _TOP), (x, _BOTTOM)], mark.colour, form) for form in ('9" opacity="0.18', "1.2")]
+        parts.append(Markup("<g><title>{}</title>{}{}</g>").format(mark.text, *lines))
     ticks = MaxNLocator(5, steps=_ROUND, integer=True).tick_values(*ends)
     parts += [_text(across(at), 231, x_text(at), _MIDDLE) for at in ticks if ends[0] <= at <= ends[1]]
     parts.append(_text(_RIGHT, 245, x_name, _END))
@@ -132,7 +125,7 @@ _MIDDLE, _END = 'fill="var(--soft)" text-anchor="middle"', 'fill="var(--soft)" t
 def _scales(
     group: Sequence[_Shown], across: Any, ends: tuple[float, float], y_text: Any, from_zero: bool
 ) -> list[Markup]:
-    """Draw a group on a linear and, if its values are positive and differ, on a hidden logarithmic y axis."""
+    """Draw series on a linear and, if its values are positive and differ, on a hidden logarithmic y axis."""
     values = [y for _, points in group for _, y in points]
     ticks = MaxNLocator(5, steps=_ROUND).tick_values(0.0 if from_zero else min(values), max(values))
     linear = _axes(group, across, ticks, np.interp(ticks, (ticks[0], ticks[-1]), ends), y_text)
@@ -227,10 +220,6 @@ def _path(points: Sequence[tuple[float, float]], colour: str, form: str) -> Mark
 
 def _text(x: float, y: float, text: str, form: str) -> Markup:
     return Markup(f'<text x="{x:.1f}" y="{y:.1f}" {form}>{{}}</text>').format(text)
-
-
-def _middle(points: Sequence[tuple[float, float]]) -> float:
-    return statistics.median(y for _, y in points)
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

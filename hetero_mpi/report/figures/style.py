@@ -36,8 +36,6 @@ drawn = matplotlib.rc_context(STYLE)
 """Decorator for drawing functions that applies this style, regardless of other matplotlib settings in the program."""
 PNG_SCALE_FACTOR = 2
 """Number of PNG pixels per pixel of a figure."""
-_MAX_AXIS_RATIO = 3.0
-"""Ratio of the largest to the smallest value above which separate axes are used."""
 _MARGIN_SIZE = 10
 """Margin in pixels around a figure in a file."""
 FONTS = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
@@ -54,11 +52,6 @@ def panel(figure: Figure, left: float, top: float, right: float, bottom: float) 
     return figure.add_axes(
         (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
     )
-
-
-def far_apart(values: Sequence[float]) -> bool:
-    """Return whether the values differ too much to share an axis."""
-    return bool(values) and max(values) > _MAX_AXIS_RATIO * min(values) > 0
 
 
 def host_colours(hosts: list[str]) -> Mapping[str, str]:

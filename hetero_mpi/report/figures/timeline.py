@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from hetero_mpi.planning.schedule import Event, Op
-from hetero_mpi.report.figures.style import COLOURS, add_bars, drawn, far_apart, fitted, key, new_figure, panel
+from hetero_mpi.report.figures.style import COLOURS, add_bars, drawn, fitted, key, new_figure, panel
 from hetero_mpi.rundir.rank_steps import in_parts
 from hetero_mpi.util import units
 
@@ -60,14 +60,13 @@ def timeline(panels: Sequence[Panel], labels: Mapping[int, str], most_lanes: int
     shown_ranks = ranks[:most_lanes]
     lane = _LANE if len(shown_ranks) < _MIN_THIN_LANES else _THIN_LANE
     ends_s = [max((event.end_s for event in part.events), default=0.0) for part in panels]
-    separate_axes = far_apart(ends_s)
-    tall, head = lane * len(shown_ranks), 26 + (18 if separate_axes else 0)
+    last_s = max(ends_s) or 1.0
+    tall, head = lane * len(shown_ranks), 26
     turns = _turns([event for part in panels for event in part.events])
     notes = [f"and {len(ranks) - len(shown_ranks)} more ranks"] if len(shown_ranks) < len(ranks) else []
     notes += [SEVERAL] if any(turns.values()) and lane == _LANE else []
     figure = new_figure(WIDTH, 30 + (tall + head) * len(panels) + 24 + 16 * len(notes))
     for index, (part, end_s) in enumerate(zip(panels, ends_s, strict=True)):
-        last_s = (end_s if separate_axes else max(ends_s)) or 1.0
         top = 30 + (tall + head) * index + 20
         axes = panel(figure, LEFT, top, RIGHT, figure.bbox.height - top - tall)
         _draw_bars(axes, shown_ranks, part.events, (WIDTH - LEFT - RIGHT) / last_s, turns if lane == _LANE else None)
@@ -82,7 +81,7 @@ def timeline(panels: Sequence[Panel], labels: Mapping[int, str], most_lanes: int
             text.set_horizontalalignment("left")
         axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.seconds(value)))
-        axes.tick_params(axis="x", labelbottom=separate_axes or part is panels[-1])
+        axes.tick_params(axis="x", labelbottom=part is panels[-1])
         axes.grid(axis="y", visible=False)
         axes.hlines(range(1, len(shown_ranks) + 1), 0, last_s, COLOURS["faint"][0], linewidth=0.6)
         axes.axvline(end_s, color=COLOURS["alert"][0], ls="--", lw=1)

@@ -22,7 +22,7 @@ from hetero_mpi.report.run_text import job_rows, next_steps, worth_adding
 from hetero_mpi.report.table import Column, Table, least_most
 from hetero_mpi.rundir.line_files import METRICS_NAME, STEPS_NAME
 from hetero_mpi.rundir.metrics import Evaluation, StepMetrics
-from hetero_mpi.rundir.rank_steps import Traffic, last_usage, sums, traffic
+from hetero_mpi.rundir.rank_steps import Traffic, last_usage, traffic
 from hetero_mpi.rundir.run_directory import SAMPLE_NAME, TRACE_NAME
 from hetero_mpi.util import units
 
@@ -36,7 +36,7 @@ PROCESS_NOTE = (
     "needs, and on rank 0 the data."
 )
 STEP_NOTE = (
-    "A simulated and a measured step, on one time axis, or on separate axes if one is over three times as long. "
+    "A simulated and a measured step, on one time axis. "
     "Gaps are waiting; the dashed line is the end of the step. "
     "Clocks of different hosts were synchronised once, at the start."
 )
@@ -282,17 +282,8 @@ def links(run: PastRun) -> Section:
     )
     pairs = sorted({*expected, *measured})
     remarks = [f"And {len(pairs) - _MAX_LINKS} more pairs."] if len(pairs) > _MAX_LINKS else []
-    remarks += _all_reduce_text(sums(predicted.events), sums(run.recorded))
     table = Table(columns, pairs[:_MAX_LINKS])
     return Section("Links", LINKS_NOTE if pairs else "", True, table=table, remarks=remarks)
-
-
-def _all_reduce_text(expected: Mapping[int, float], measured: Mapping[int, float]) -> list[str]:
-    if not expected:
-        return []
-    longest = units.seconds(max(expected.values()))
-    wait_text = f"; measured: ranks wait up to {units.seconds(max(measured.values()))}" if measured else ""
-    return [f"Gradient all-reduce: {len(expected)} ranks; predicted: up to {longest} per step{wait_text}."]
 
 
 def topology(run: PastRun) -> Section:
