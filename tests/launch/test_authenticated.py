@@ -116,7 +116,7 @@ def test_a_false_supervisor_can_end_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     """It answers every call as the supervisor would, to have all ranks killed; the host agent takes it for silence."""
     ended: list[str | None] = []
     monkeypatch.setattr(host_reports, "end_starts", lambda supervisor, keep=None: ended.append(keep))
-    orders = {"sweep": 9, "keep": None, "try_lock": 0, "leave": True}
+    orders = {"sweep": 9, "keep": None, "leave": True}
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:

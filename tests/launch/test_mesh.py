@@ -128,7 +128,7 @@ def test_init_writes_secrets_for_their_owner_alone(tmp_path: Path) -> None:
         os.umask(before)
     assert directory.stat().st_mode & 0o777 == 0o700
     files = {path.name: path for path in directory.iterdir()}
-    assert sorted(files) == ["hosts.toml", "laptop.lan.conf", "mpi-options.txt", "rtx.conf", "titan.lan.conf"]
+    assert sorted(files) == ["hosts.toml", "laptop.lan.conf", "rtx.conf", "titan.lan.conf"]
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in files.values())
     keys = {name: re.findall(r"^PrivateKey = (\S+)$", path.read_text(), re.M) for name, path in files.items()}
     secrets = [found[0] for name, found in keys.items() if name.endswith(".conf")]

@@ -30,11 +30,6 @@ _SLOTS_KEYS = ("slots",)
 _MAX_SLOTS_KEYS = ("max_slots", "max-slots", "slots_max", "slots-max")
 _HYDRA_KEYS = ("ifname", "binding")
 """Options of MPICH that the launch command supersedes."""
-_LAUNCHER_LINES = {
-    True: re.compile(rf"[ \t]*({_NAME}([ \t]+(slots|max[_-]slots)[ \t]*=[ \t]*\d+)*)?[ \t]*(#.*)?"),
-    False: re.compile(rf"({_NAME}(:\d+)?( +(ifname|binding)=\S+)*)?[ \t]*(#.*)?"),
-}
-"""Lines that the launcher parses: True for Open MPI, False for MPICH, whose launcher allows no user before the name."""
 
 
 @dataclass(frozen=True)
@@ -122,17 +117,6 @@ def _slots(text: str, location: str) -> int:
             "hosts.slots", f"{location}: the number of ranks must be a positive whole number, not `{text[:40]}`."
         )
     return int(text)
-
-
-def read_by_launcher(path: str | Path, family: str) -> bool:
-    """Whether the launcher of an MPI family (``Open MPI`` or ``MPICH``) parses a host file as ``read_hostfile`` does.
-
-    False for the other family's style, Windows line endings, byte-order marks, and hosts listed on several lines.
-    """
-    content = Path(path).read_bytes()
-    once = all(count == 1 for count in Counter(entry.name for entry in read_hostfile(path)).values())
-    lines = content.decode("latin-1").split("\n")
-    return once and content.isascii() and all(_LAUNCHER_LINES[family == OPEN_MPI].fullmatch(line) for line in lines)
 
 
 def check_slots(entries: Iterable[HostEntry], ranks: int, path: str | Path) -> None:

@@ -150,7 +150,7 @@ def _file_name(title: str, used: Sequence[str]) -> str:
 
 
 def init(path: Path, directory: Path) -> list[str]:
-    """Write ``NAME.conf`` per machine, ``hosts.toml`` and ``mpi-options.txt`` into ``directory``; return the next steps.
+    """Write ``NAME.conf`` per machine and ``hosts.toml`` into ``directory``; return the next steps.
 
     Existing keys are kept. Nothing is sent. Raises UserError if the file is invalid, ``wg`` is missing, or writing fails.
     """
@@ -163,7 +163,6 @@ def init(path: Path, directory: Path) -> list[str]:
         for member, key in keys.items():
             _write(directory / f"{member.name}.conf", configuration(member, key, public_keys, mesh))
         _write(directory / "hosts.toml", hosts_inside(hosts, mesh_hosts, mesh, path))
-        _write(directory / "mpi-options.txt", _options_text(mesh))
     return _next_steps(mesh_hosts, mesh, directory)
 
 
@@ -238,16 +237,6 @@ def check_bound(mesh: Mesh, hosts: Sequence[Host], local: Sequence[LocalAddress]
             f"`sudo wg-quick up {mesh.interface}`. Nothing was started, as messages would bypass the mesh.",
         )
     return mesh_address
-
-
-def _options_text(mesh: Mesh) -> str:
-    lines = ["# For a launcher called by hand; `launch --hosts` with the hosts.toml in this folder sets these options."]
-    for title, family, major in (("Open MPI 5", OPEN_MPI, "5"), ("Open MPI 4", OPEN_MPI, "4"), ("MPICH", "MPICH", "")):
-        arguments, variables = mpi_options(mesh, family, major)
-        assignments = "".join(f"{name}={value} " for name, value in variables.items())
-        program = "mpiexec" if variables else "mpirun"
-        lines += ["", f"# {title}", f"{assignments}{program} {' '.join(arguments)} ..."]
-    return "\n".join(lines) + "\n"
 
 
 def _next_steps(mesh_hosts: Sequence[MeshHost], mesh: Mesh, directory: Path) -> list[str]:

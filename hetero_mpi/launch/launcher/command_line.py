@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from hetero_mpi.comm.ranks.library import JOINED_VARIABLE, MPICH, OPEN_MPI
 from hetero_mpi.launch.hosts.agent import launch_agent
-from hetero_mpi.launch.hosts.hostfile import HostEntry, check_slots, format_hostfile, read_by_launcher, read_hostfile
+from hetero_mpi.launch.hosts.hostfile import check_slots, format_hostfile, read_hostfile
 from hetero_mpi.launch.hosts.interface import InterfaceChoice, LocalAddress, choose_interface, local_addresses, resolve
 from hetero_mpi.launch.launcher.launcher import AS_ROOT, Launcher
 from hetero_mpi.util import units
@@ -96,7 +96,10 @@ def build_command(
     if hostfile is not None:
         check_slots(entries, np, hostfile)
         choice = choose_interface([resolve(entry.name) for entry in entries], local_addresses())
-        _add_hosts(command, launcher.family, hostfile, entries)
+        content = format_hostfile(entries, launcher.family)
+        copy = write_cached("hosts", ".txt", content, "for host files in the form that the launcher reads")
+        option = "--hostfile" if launcher.family == OPEN_MPI else "-f"
+        command.add(f"{hostfile} as {launcher.family}'s launcher reads it", option, str(copy))
     if launcher.family == OPEN_MPI:
         add_open_mpi(command, launcher, np, hostfile is None, choice, list(mpirun_args))
     elif launcher.family == MPICH:
@@ -121,17 +124,6 @@ _JOIN_GUARD = (
 def guard_join(program: Sequence[str], mpirun_args: Sequence[str]) -> list[str]:
     """Wrap a rank's command line so that losing the rank before it joins ends the job, even with fault tolerance."""
     return ["sh", "-c", _JOIN_GUARD, "sh", *program] if "--with-ft" in mpirun_args else list(program)
-
-
-def _add_hosts(command: CommandLine, family: str, hostfile: str, entries: Sequence[HostEntry]) -> None:
-    """Add the host file itself if the launcher can parse it, else a copy in the launcher's style."""
-    option = "--hostfile" if family == OPEN_MPI else "-f"
-    if read_by_launcher(hostfile, family):
-        command.arguments += [option, hostfile]
-    else:
-        content = format_hostfile(entries, family)
-        copy = write_cached("hosts", ".txt", content, "for host files that the launcher does not read")
-        command.add(f"{hostfile} as {family}'s launcher reads it", option, str(copy))
 
 
 def add_open_mpi(
