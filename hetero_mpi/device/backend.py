@@ -279,6 +279,13 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def keep_freed_memory() -> None:
+    """Let glibc keep up to 1 GiB of freed memory: fetching its pages anew took 5 to 9 % of steps of full training in bf16."""
+    with contextlib.suppress(OSError, AttributeError):
+        for parameter, size_bytes in ((-1, 1 << 30), (-3, 32 << 20)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            ctypes.CDLL(None).mallopt(parameter, size_bytes)
+
+
 def host_memory() -> Memory:
     """Return the free memory of the host, which all of its ranks share."""
     memory = psutil.virtual_memory()

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.data.batch import Batch, Compared, Weighed
+from hetero_mpi.device.backend import HOST, keep_freed_memory
 from hetero_mpi.engine.executor import Executor
 from hetero_mpi.engine.memory_trial import Nowhere, UpdateAlone, memory_explained
 from hetero_mpi.engine.placement import (
@@ -147,6 +148,8 @@ class Trainer:
         self.update = ShardedUpdate(self.rank, self.plan.layers - 1, shared, self.tied, self.optimizer, self.transport)
         self.executor = Executor(self.setup, self.stages, self.places, pipeline, schedule[self.rank])
         self.backend.begin_peak()
+        if self.backend.device == HOST:
+            keep_freed_memory()
 
     def _steps(self, name: str) -> bool:
         """Whether this rank holds the master and moments of a parameter, or of its shard of the parameter."""
