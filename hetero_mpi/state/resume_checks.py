@@ -209,13 +209,15 @@ def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | 
     if math.isclose(old, new, rel_tol=1e-9):
         warning = f"Warning: learning rates of some parameters jump at step {step + 1}, since [train] {changed}"
         return None if {*_OF_SOME_RATES}.isdisjoint(changes) else warning
-    remedy = f"set {', '.join(f'{key} = {as_toml(then[key])}' for key in changes)} again to continue unchanged"
+    is_finished = step >= then.get("steps", math.inf)
+    former = ", ".join(f"{key} = {as_toml(then[key])}" for key in changes)
+    remedies = [] if is_finished else [f"set {former} again to continue unchanged"]
     peak = old * train.learning_rate / new if new > 0 else 0.0
     if 0 < peak <= MAX_PEAK_RATIO * train.learning_rate and f"{peak:.4g}" != f"{then['learning_rate']:.4g}":
-        remedy += f", or learning_rate = {peak:.4g} to start this schedule at the old value"
+        remedies.append(f"set learning_rate = {peak:.4g} to start this schedule at the old value")
     return (
         f"Warning: the learning rate jumps from {old:.4g} to {new:.4g} at step {step + 1}, since [train] {changed}: "
-        f"it depends on the step and these settings; {remedy}"
+        f"{', or '.join(remedies) or 'the former schedule has ended, and this one is entered at its place'}"
     )
 
 

@@ -208,7 +208,7 @@ class _SpeedHistory:
     """Number of consecutive medians on that side of the band."""
     steps: int = 0
     """Number of consecutive steps on that side of the band, since the speed last changed."""
-    begun: float = 1.0
+    first_median: float = 1.0
     """Median at the first of these steps that were counted."""
 
     @property
@@ -234,14 +234,14 @@ class _SpeedHistory:
         side = 0 if abs(away) <= self.band else int(math.copysign(1, away))
         stays = side != 0 and side == self.side
         self.medians = self.medians + 1 if stays else abs(side)
-        if stays and not self.is_far_from(self.begun):
+        if stays and not self.is_far_from(self.first_median):
             self.steps += 1
         else:
             # Count the latest consecutive steps that have themselves left the earlier speed.
-            before = self.begun if stays else self.planned
+            before = self.first_median if stays else self.planned
             way = math.copysign(1, self.median - before)
             beyond = (way * math.log(value / before) > math.log1p(MIN_BAND) for value in reversed(self.recent))
-            self.steps, self.begun = sum(1 for _ in itertools.takewhile(bool, beyond)), self.median
+            self.steps, self.first_median = sum(1 for _ in itertools.takewhile(bool, beyond)), self.median
         self.side = side
 
     def is_far_from(self, ratio: float | None) -> bool:

@@ -295,6 +295,9 @@ while true; do sleep 0.1; done
 """
 
 
+FILES_AND_OPTIONS = "one.toml", "two.toml", "--set", "train.steps=3"
+
+
 @pytest.mark.long
 def test_an_array_over_job_files(lab: SlurmLab, tmp_path: Path) -> None:
     """Each task has a file and a run directory of its own. The first is told to stop and comes back, the second one fails."""
@@ -303,7 +306,7 @@ def test_an_array_over_job_files(lab: SlurmLab, tmp_path: Path) -> None:
     stub.chmod(0o755)
     small = ("--nodes=1", "--ntasks-per-node=1", *SMALL, f"--output={tmp_path}/%a.txt")
     environment = {"PYTHONS": str(stub), "RUNS": str(tmp_path)}
-    number = lab.submit("--array=1-2", *small, "jobs/array.sbatch", "one.toml", "two.toml", env=environment)
+    number = lab.submit("--array=1-2", *small, "jobs/array.sbatch", *FILES_AND_OPTIONS, env=environment)
     lab.until(lambda: calls.exists() and len(calls.read_text().splitlines()) == 2, "both began", lab.logs, 60.0)
     lab.command("scancel", "--signal=USR1", "--batch", f"{number}_1")
     first = lab.wait_for(f"{number}_1", ("COMPLETED", "FAILED"), 60.0, lab.logs)
@@ -312,7 +315,7 @@ def test_an_array_over_job_files(lab: SlurmLab, tmp_path: Path) -> None:
     assert (second["JobState"], second["Restarts"], second["ExitCode"]) == ("FAILED", "0", "3:0")
     began = "-m hetero_mpi launch --verbose -- train"
     assert sorted(calls.read_text().splitlines()) == [
-        f"1: {began} one.toml --run-dir {tmp_path}/one",
-        f"1: {began} one.toml --run-dir {tmp_path}/one --resume",
-        f"2: {began} two.toml --run-dir {tmp_path}/two",
+        f"1: {began} one.toml --run-dir {tmp_path}/one --set train.steps=3",
+        f"1: {began} one.toml --run-dir {tmp_path}/one --set train.steps=3 --resume",
+        f"2: {began} two.toml --run-dir {tmp_path}/two --set train.steps=3",
     ]

@@ -79,10 +79,10 @@ def test_plan_as_json_holds_plannings_own_figures(folder: Path, capsys: pytest.C
     assert found["utilisation"] == {str(r): s / simulated.step_s for r, s in simulated.busy_s.items()}
     answers = {entry["change"]: entry["step_s"] for entry in found["what_if"]}
     assert list(answers) == [
-        "link 0 - 1 10x faster", AS_INT8, "without rank 0 (x1)", "without rank 1 (x1.5)", "a second x1, like rank 0",
+        "link 0 - 1 10x faster", AS_INT8, "without rank 0 (x1)", "without rank 1 (x1.5)", "a second x1 on rank 0's host",
     ]  # fmt: skip
     assert answers["without rank 1 (x1.5)"] == make_plan(restricted(profile, [0, 2]), REQUEST).predicted_step_s
-    assert answers["without rank 1 (x1.5)"] > simulated.step_s > answers["a second x1, like rank 0"]
+    assert answers["without rank 1 (x1.5)"] > simulated.step_s > answers["a second x1 on rank 0's host"]
 
 
 def test_a_plan_edited_by_hand_is_costed_just_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,7 +220,7 @@ def test_what_if_names_the_next_ethernet() -> None:
     answers = {answer.change: answer.step_s for answer in what_ifs(own, profile, request)}
     faster = with_faster_links(profile, times=10, latency=False)
     assert answers["10 GbE instead of 1"] == make_plan(faster, request).predicted_step_s < own.predicted_step_s
-    assert "one more x1, like rank 0" in answers
+    assert "one more x1 on rank 0's host" in answers
 
 
 @pytest.mark.slow

@@ -345,7 +345,7 @@ def _result(texts: Sequence[ScoredText], scores_by_text: Sequence[Sequence[Score
 
 def _report(results: Mapping[str, SetResult], options: EvaluateOptions) -> None:
     width = max(map(len, results))
-    say(f"{'set':<{width}}  loss    perplexity  accuracy  target tokens  sequences")
+    say(f"{'set':<{width}}  loss    perplexity  accuracy  target tokens      texts")
     for name, result in results.items():
         figures = f"{result.loss:<6.4f}  {result.perplexity:>10,.4g}  {result.accuracy:>8.2%}  {result.tokens:>13,}"
         say(f"{name:<{width}}  {figures}  {result.sequences:>9,}")

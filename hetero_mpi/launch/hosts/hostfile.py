@@ -99,9 +99,10 @@ def _parse_line(content: str, location: str) -> HostEntry:
             _slots(value, location)  # slots is the limit in any case
         elif key not in _HYDRA_KEYS or not value:
             hint = "; set another port in ~/.ssh/config" if key == "port" else ""
+            slots = value if value.isdigit() and key != "port" else 2
             raise UserError(
                 "hosts.option",
-                f"{location}: `{option}` of `{content}` is unknown: write `{name} slots=2` or `{name}:2`{hint}.",
+                f"{location}: `{option}` of `{content}` is unknown: write `{name} slots={slots}` or `{name}:{slots}`{hint}.",
             )
     if len(set(slot_counts)) > 1:
         raise UserError(

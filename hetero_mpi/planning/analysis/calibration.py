@@ -177,12 +177,12 @@ def _curve_ratios(
     covariance = (classes[:, None] == classes) * (CLASS_ERROR**2 + curve_variance * shares @ shares.T)
     covariance += same_rank * RANK_ERROR**2 + np.diag([error**2 for error in errors.values()])
     weights = np.linalg.solve(covariance, logs)
-    slowness, own = dict[int, float](), dict[int, dict[CurveKey, float]]()
+    slowness, curve_ratios = dict[int, float](), dict[int, dict[CurveKey, float]]()
     for rank, index in class_of.items():
         alike = weights * (classes == index)
         slowness[rank] = math.exp(CLASS_ERROR**2 * alike.sum() + RANK_ERROR**2 * weights[ranks == rank].sum())
-        own[rank] = dict(zip(keys, np.exp(curve_variance * alike @ shares).tolist(), strict=True))
-    return slowness, own
+        curve_ratios[rank] = dict(zip(keys, np.exp(curve_variance * alike @ shares).tolist(), strict=True))
+    return slowness, curve_ratios
 
 
 def _threshold(difference: float, error: float) -> float:

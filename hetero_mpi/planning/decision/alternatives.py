@@ -297,7 +297,7 @@ def _cluster_alternatives(
         yield Alternative(f"without rank {rank} ({profile.devices[rank].name})", remaining, fewer)
     quickest = profile.devices[min((device.rank for device in usable_devices(profile)), key=speed)]
     is_only = sum(device.name == quickest.name for device in profile.devices) == 1
-    name = f"{'a second' if is_only else 'one more'} {quickest.name}, like rank {quickest.rank}"
+    name = f"{'a second' if is_only else 'one more'} {quickest.name} on rank {quickest.rank}'s host"
     yield Alternative(name, with_copy_of(profile, quickest.rank), near(plans, request), known_plan=plan)
 
 

@@ -225,11 +225,11 @@ def deeper(line: Line, stage: int, by: int, fall: bool = False) -> Line:
     Args:
         fall: let depths fall from stage to stage. Of two stages with equal depths, each waits for the other.
     """
-    depth, apart = min(max(1, line.flying[stage] + by), line.micro_batches), int(fall)
+    depth, slope = min(max(1, line.flying[stage] + by), line.micro_batches), int(fall)
     flying = tuple(
-        max(now, min(depth + apart * (stage - i), line.micro_batches))
+        max(now, min(depth + slope * (stage - i), line.micro_batches))
         if i <= stage and by > 0
-        else min(now, max(1, depth - apart * (i - stage)))
+        else min(now, max(1, depth - slope * (i - stage)))
         if i >= stage and by < 0
         else now
         for i, now in enumerate(line.flying)

@@ -139,9 +139,11 @@ def with_slowness(
     optimizer, all_curve_ratios = of_optimizer or {}, of_curves or {}
 
     def slower(device: DeviceProfile) -> DeviceProfile:
-        ratio, own = ratios.get(device.rank, 1.0), all_curve_ratios.get(device.rank, {})
+        ratio, curve_ratios = ratios.get(device.rank, 1.0), all_curve_ratios.get(device.rank, {})
         curves = {
-            key: replace(curve, seconds=tuple(seconds * ratio * own.get(key, 1.0) for seconds in curve.seconds))
+            key: replace(
+                curve, seconds=tuple(seconds * ratio * curve_ratios.get(key, 1.0) for seconds in curve.seconds)
+            )
             for key, curve in device.curves.items()
         }
         changed = {name: getattr(device, name) * ratio for name in SECONDS}
