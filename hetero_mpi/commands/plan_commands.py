@@ -115,7 +115,14 @@ def _inspect_run(directory: Path, picture: Path | None, every: bool) -> list[str
     newest = max((directory / "checkpoints").glob("step-*.h5"), default=None)
     for file in filter(None, (directory / "plan.toml", newest)):
         if file.exists():
-            lines += ["", str(file), *inspect(file, None, every)]
+            try:
+                lines += ["", str(file), *inspect(file, None, every)]
+            except UserError as error:
+                if file is newest:
+                    raise
+                lines += wrap_text(
+                    "  ", str(error)
+                )  # such as of a schedule whose file is gone; the checkpoint is readable
     return lines
 
 

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
 from hetero_mpi.data.chat_template import Template, has_template, render_prompt
 from hetero_mpi.data.tokenizer import check_vocabulary, load_tokenizer, rows_with_added
 from hetero_mpi.inference.decoding import require_decodable
-from hetero_mpi.job.load import job_from_dict
+from hetero_mpi.job.load import stored_job
 from hetero_mpi.job.schema import ClusterTable, JobConfig
 from hetero_mpi.model.adapters.adapter_files import adapter_of, as_written, check_adapter
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
@@ -224,8 +223,8 @@ def _newest_metadata(directory: Path) -> tuple[JobConfig, dict[str, Any]] | None
         try:
             with CheckpointReader(path) as reader:
                 reader.required("model_config")
-                return job_from_dict(reader.required("job")), reader.metadata
-        except (CheckpointError, ValidationError):
+                return stored_job(reader.required("job"), path.stem, directory).job, reader.metadata
+        except (CheckpointError, UserError):
             continue  # damaged, or written by a program with other keys
     return None
 

@@ -15,14 +15,13 @@ from typing import Any
 import huggingface_hub
 import torch
 from huggingface_hub import constants
-from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from hetero_mpi.data.tokenizer import is_trained_here, load_tokenizer, save_tokenizer
 from hetero_mpi.device.backend import DTYPES
 from hetero_mpi.interop.gguf import announce_gguf
-from hetero_mpi.job.load import job_from_dict
+from hetero_mpi.job.load import stored_job
 from hetero_mpi.job.schema import JobConfig
 from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapters.adapter_files import adapter_directory, write_adapter
@@ -138,8 +137,8 @@ def _checkpoint(source: Path, best: bool) -> Path:
 
 def _open(reader: CheckpointReader, path: Path) -> ExportSource:
     try:
-        job = job_from_dict(reader.required("job"))
-    except ValidationError as error:
+        job = stored_job(reader.required("job"), path.stem, path.parent).job
+    except UserError as error:
         text = f"{path}: its job is not valid in this version: {error}; export with the version that wrote it"
         raise UserError("export.job_version", text) from error
     if job.model.factory is not None:

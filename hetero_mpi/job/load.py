@@ -8,9 +8,11 @@ from __future__ import annotations
 import difflib
 import glob
 import shlex
+import sys
 import sysconfig
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -23,6 +25,13 @@ from hetero_mpi.util.disk import require_regular
 from hetero_mpi.util.display import Displayed
 from hetero_mpi.util.errors import Problem, UserError
 from hetero_mpi.util.shipped import profile_file, shipped_folder
+from hetero_mpi.util.terminal import write_text
+
+_PLUG_INS = {
+    "plan.schedule": "planning/orders", "train.preference": "objectives", "cluster.device": "device/backends",
+    "report.trackers": "rundir/trackers",
+}  # fmt: skip
+"""Key that names plug-ins -> their folder in the package."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,6 +45,8 @@ class LoadedJob(Displayed):
     """Name of the job file without ``.toml``."""
     directory: Path
     """Absolute directory of the job file, to which the job's paths are relative."""
+    lost: tuple[str, ...] = ()
+    """Keys of a stored job that name plug-ins without a file, such as ``plan.schedule``; they have their defaults."""
 
     def resolve(self, path_text: str) -> Path:
         """Make a path from the job absolute, expanding ``{stdlib}`` and ``~``."""
@@ -133,11 +144,32 @@ def stored_job(
 
     Setup resolved its values, so together they may break rules for job files, such as ``train.steps`` along with ``train.epochs``.
     """
-    source = f"job {name!r}"
-    values = job_to_dict(_Draft(_as_values(tables), source).validated(name, None))
+    source, values = f"job {name!r}", _as_values(tables)
+    lost = _lost_plug_ins(values, [text.partition("=")[0].strip() for text in overrides])
+    values = job_to_dict(_Draft(values, source).validated(name, None))
     draft, accepted = _Draft(values, source), {*contradictions(JobValues(values, set(), TABLES), name)}
     draft.apply({}, overrides)
-    return LoadedJob(draft.validated(name, accepted), Path(f"{name} (a run's job)"), name, Path(directory).absolute())
+    job = draft.validated(name, accepted)
+    return LoadedJob(job, Path(f"{name} (a run's job)"), name, Path(directory).absolute(), lost)
+
+
+def _lost_plug_ins(values: dict[str, Any], overridden: Collection[str]) -> tuple[str, ...]:
+    """Return the keys that name a plug-in without a file, such as a deleted schedule, and set them to their defaults."""
+    lost = []
+    for dotted, folder in _PLUG_INS.items():
+        name, _, key = dotted.partition(".")
+        table = values.get(name)
+        if isinstance(table, dict) and key in table and key in broken_keys(TABLES[name], table):
+            lost.append(dotted)
+            default, value = TABLES[name].model_fields[key].default, as_toml(table.pop(key))
+            instead = "" if dotted in overridden else f"; {as_toml(default)} stands in for it"
+            _tell_once(f"the run's [{name}] {key} = {value} is not in hetero_mpi/{folder}{instead}\n")
+    return tuple(lost)
+
+
+@cache  # a command may read the job several times
+def _tell_once(text: str) -> None:
+    write_text(text, sys.stderr)
 
 
 class _Draft:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_mpi.job.load import LoadedJob, stored_job
+from hetero_mpi.planning.orders import ORDERS
 from hetero_mpi.planning.schedule import Event
 from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
@@ -213,7 +214,7 @@ def _report_and_profile(directory: Path) -> tuple[PlanReport | None, ClusterProf
     for path in paths:
         require_regular(path)
     versions = [(p.stat().st_ino, p.stat().st_size, p.stat().st_mtime_ns) if p.exists() else () for p in paths]
-    loads: tuple[Callable[[Path], Any], ...] = load_report, load_profile
+    loads: tuple[Callable[[Path], Any], ...] = _report_in_order, load_profile
     report, profile = map(_load_cached, loads, paths, versions)
     if report is not None and profile is not None:
         plan = report.plan
@@ -221,6 +222,15 @@ def _report_and_profile(directory: Path) -> tuple[PlanReport | None, ClusterProf
         if max(ranks) >= len(profile.devices) or plan.layers != len(profile.model.layers):
             return report, None
     return report, profile
+
+
+def _report_in_order(path: Path) -> PlanReport:
+    """Read a plan whose times and memory can be computed. Raises UserError too if an order of its own is gone."""
+    report = load_report(path)
+    if lost := {pipeline.order for pipeline in report.plan.pipelines} - ORDERS.keys():
+        text = f"{path}: order = {', '.join(sorted(lost))}: not in hetero_mpi/planning/orders; restore its file to see the plan"
+        raise UserError("plan.order_missing", text)
+    return report
 
 
 @lru_cache(8)  # the live page reads these files repeatedly

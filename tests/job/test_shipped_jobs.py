@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hetero_mpi.inference.evaluate.evaluate import own_set
 from hetero_mpi.job.load import job_to_dict, load_job, stored_job
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.toml_files import load_profile, load_report
@@ -42,6 +43,17 @@ def test_job_loads(path: Path) -> None:
         stored_job(tables, path.stem, ".", ["cluster.time_scale=2", "cluster.emulate="])
     with refuses("job.invalid"):
         stored_job({**tables, "train": {"steps": "x"}}, path.stem, ".")
+
+
+def test_a_stored_job_outlives_its_plug_ins() -> None:
+    tables = job_to_dict(load_job(QUICKSTART).job)
+    for table, key, value in ("plan", "schedule", "x"), ("train", "preference", "x"), ("report", "trackers", ["x"]):
+        tables[table] = {**tables[table], key: value}
+    loaded = stored_job(tables, "quickstart", ".", ["plan.schedule=1f1b"])
+    assert {*loaded.lost} == {"plan.schedule", "train.preference", "report.trackers"}
+    assert loaded.job.plan.schedule == "1f1b" and not loaded.job.report.trackers
+    with refuses("evaluate.no_data"):  # the loss is not one per token
+        own_set(loaded, 1)
 
 
 def test_git_ignores_what_slurm_writes_beside_the_jobs() -> None:

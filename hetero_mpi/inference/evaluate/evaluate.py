@@ -130,7 +130,8 @@ class ScoredText:
 
 def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
     """Read up to ``limit`` of a run's own evaluation sequences. Raises UserError if there are none or the data is missing."""
-    if loaded.job.model.factory is not None or loaded.job.train.preference != "none":
+    no_text = loaded.job.model.factory is not None or loaded.job.train.preference != "none"
+    if no_text or "train.preference" in loaded.lost:
         raise UserError(
             "evaluate.no_data",
             "the run's evaluation set has no per-token loss on text; use --data NAME=FILES or --tasks",
