@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.durations import Durations, stage_s
 from hetero_mpi.planning.memory import shared_parameters, slices_head
-from hetero_mpi.planning.orders import schedule_title
+from hetero_mpi.planning.orders import schedule_title, warm_ups
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.simulator import SimulatedStep
 from hetero_mpi.planning.types.plan import (
@@ -218,9 +218,10 @@ def stage_table(
             units.seconds,
         ),
         Column("recompute", lambda row: _recompute_text(row.pipeline, row.stage, plan, scaled)),
-        Column("warm-up", lambda row: None if plan.undivided else row.stage.warm_up),
+        Column("warm-up", lambda row: None if plan.undivided else row.warm_up),
     ]
-    rows = [_StageRow(number, index, plan.pipelines[index], stage) for number, index, stage in plan.numbered]
+    depths = [depth for pipeline in plan.pipelines for depth in warm_ups(pipeline)]
+    rows = [_StageRow(n, index, plan.pipelines[index], stage, depths[n]) for n, index, stage in plan.numbered]
     return Table(columns, rows)
 
 
@@ -229,6 +230,7 @@ class _StageRow(NamedTuple):
     pipeline_index: int
     pipeline: PipelinePlan
     stage: StagePlan
+    warm_up: int
 
 
 def _ranks_text(stage: StagePlan) -> str:

@@ -15,7 +15,7 @@ from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.decision.rules import request_differences
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.memory import stage_holdings
-from hetero_mpi.planning.orders import SCHEDULES
+from hetero_mpi.planning.orders import SCHEDULES, warm_ups
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan
@@ -48,6 +48,9 @@ def test_messages_are_added_to_what_is_computed() -> None:
     assert " ".join(map(str, lists[0])) == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0STEP"
     assert " ".join(map(str, lists[1])) == "1RECV_F0 1F0 1RECV_F1 1F1 1I0 1SEND_B0 1I1 1SEND_B1 1W0 1W1 1STEP"
     assert stage_holdings(plan.pipelines[0], plan.pipelines[0].stages[1]) == ((2, 0), (1, 1), (0, 2))
+    assert warm_ups(plan.pipelines[0]) == (2, 2), "as gpipe"
+    v_shaped = make_plan_of((0, 1, 2, 3, 4), (0, 1, 1, 0), 3).pipelines[0]
+    assert warm_ups(replace(v_shaped, order="zbv", split_backward=True)) == (3, 1, 1, 0), "as in the picture of zbv"
     assert schedule_text(plan) == ", schedule two_backwards"
 
 

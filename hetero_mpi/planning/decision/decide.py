@@ -9,9 +9,8 @@ from hetero_mpi.planning.decision.groups import with_groups
 from hetero_mpi.planning.decision.several_stages import VirtualStageSearch
 from hetero_mpi.planning.decision.shortage import closest_split, with_hosts_divided
 from hetero_mpi.planning.device_times import optimizer_s, whole_model_s
-from hetero_mpi.planning.memory import stage_holdings
 from hetero_mpi.planning.memory_model import MemoryModel, predict_memory
-from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS
+from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS, warm_ups
 from hetero_mpi.planning.orders.warm_up import scheduled_depths, with_classic_depths
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.search import layouts
@@ -245,7 +244,7 @@ def _reordered(pipeline: PipelinePlan, schedule: str) -> PipelinePlan:
     if len(pipeline.stages) == 1:
         return pipeline
     pipeline = replace(pipeline, order=schedule, split_backward=OTHER_ORDERS[schedule].SPLITS)
-    stages = (replace(stage, warm_up=stage_holdings(pipeline, stage)[0][0] - 1) for stage in pipeline.stages)
+    stages = (replace(stage, warm_up=n) for stage, n in zip(pipeline.stages, warm_ups(pipeline), strict=True))
     return replace(pipeline, stages=tuple(stages))
 
 
