@@ -110,7 +110,7 @@ def _make_ordered_plan(profile: ClusterProfile, request: PlanRequest) -> PlanRep
     alike = "ranks" if name in INTERLEAVINGS else "ranks and layers"
     sentences = f"{name}: {SCHEDULES[name]}", f"{alike} as for the schedule {nearest.schedule}"
     unsplit = OTHER_ORDERS[name].SPLITS and any(p.interleaved and not p.split_backward for p in plan.pipelines)
-    remark = (f"{name} here defers no weight gradients: {unsplit_reason(profile)}",) * unsplit
+    remark = (f"no backward can be split here: {unsplit_reason(profile)}",) * unsplit
     return replace(full, idle=report.idle, reasons=(*sentences, *remark, *full.reasons[1:]))
 
 

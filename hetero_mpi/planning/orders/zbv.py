@@ -1,4 +1,4 @@
-"""several stages per rank, deferred weight gradients (ZB-V of Qi et al. 2024, arXiv:2405.15362): V-shaped, or looped.
+"""two stages per rank in a V, weight gradients deferred where possible (ZB-V of Qi et al. 2024, arXiv:2405.15362).
 
 Two ranks with two stages each and three micro-batches; every forward and each part of a backward takes one clock::
 
