@@ -88,7 +88,7 @@ def time_lines(
             lines.append(f"  {cpu_text}")
     else:
         done = units.plural(len(last), "step")
-        lines = [f"Step time: not measured; {done} are too few (the first {WARM_UP_STEPS} do not count)"]
+        lines = [f"Step time: not measured in {done}, as the first {WARM_UP_STEPS} do not count"]
     for earlier_steps in before:
         measured = statistics.median(step.step_s for step in earlier_steps[WARM_UP_STEPS:] or earlier_steps)
         lines.append(
@@ -123,8 +123,8 @@ def loss_lines(
     lines = []
     if steps:
         first, last = steps[0], steps[-1]
-        both = f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}"
-        lines.append(f"Loss: {both} ({per}){rewards_text(last)}")
+        losses = [f"{step.loss:.4f} at step {step.step}" for step in ([first, last] if first is not last else [last])]
+        lines.append(f"Loss: {', '.join(losses)} ({per}){rewards_text(last)}")
     for evaluation in evaluations[-1:]:
         lines.append(f"Evaluation loss: {evaluation.loss:.4f} at step {evaluation.step}{evaluation.beside()}")
     if unigram_entropy is not None:
