@@ -19,6 +19,12 @@ def test_no_toml_and_too_deep_are_one_error(text: str) -> None:
         toml.loads(text)
 
 
+@pytest.mark.parametrize("text", ["\na = []\nb = 1\n[[a]]\nc = 1", "\na = 1\nb = 2\na = 3", "\n[x.a]\n\n[x.a]\n"])
+def test_both_lines_of_a_key_are_named(text: str) -> None:
+    with pytest.raises(toml.TomlError, match=r"\b2\b.*\b4\b"):
+        toml.loads(text)
+
+
 def test_the_deepest_that_is_meant() -> None:
     for depth, works in ((toml.MAX_NESTING_DEPTH - 1, True), (toml.MAX_NESTING_DEPTH, False)):
         text = "a = " + "[" * depth + "]" * depth

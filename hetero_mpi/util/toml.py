@@ -22,7 +22,7 @@ def loads(text: str) -> dict[str, Any]:
     try:
         values = tomli.loads(text)
     except ValueError as error:  # from tomli, or from Python for a number with too many digits
-        raise TomlError(str(error)) from None
+        raise TomlError(_with_both_lines(str(error), text)) from None
     except RecursionError:
         raise TomlError(_TOO_DEEP) from None
     depth, level = 0, list[Any]([values])
@@ -35,6 +35,22 @@ def loads(text: str) -> dict[str, Any]:
             raise TomlError(f"a whole number has more than {MAX_INTEGER_BITS:,} bits")
         level = [value for value in children if isinstance(value, (dict, list))]
     return values
+
+
+_KEY = re.compile(r"[\s\[]*(?:[\w.-]+\.)?([\w-]+)\s*[\]=]")
+"""Matches a line that sets a key or begins a table; the group is the last part of its name."""
+
+
+def _with_both_lines(error: str, text: str) -> str:
+    """Name also the earlier of two lines that set a key, such as a forgotten ``links = []``; tomli names the later one only."""
+    lines, place = text.splitlines(), re.match(r"Cannot .*\(at (?:line (\d+)|end)", error)
+    keys = [(_KEY.match(line) or [""] * 2)[1] for line in lines[: int(place[1] or len(lines))]] if place else [""]
+    if not keys[-1] or keys[-1] not in keys[:-1]:
+        return error
+    earlier = max(n for n, key in enumerate(keys[:-1]) if key == keys[-1])
+    return (
+        f"lines {earlier + 1} ({lines[earlier].strip()[:60]}) and {len(keys)} both set {keys[-1]}: delete one of them"
+    )
 
 
 _TOO_DEEP = f"tables and lists are nested more than {MAX_NESTING_DEPTH} deep"
