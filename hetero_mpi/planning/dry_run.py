@@ -100,7 +100,7 @@ def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
             "schedule.deadlock",
             f"the schedule deadlocks: {waits}\n{_format_lists(schedule, stuck)}\n"
             f"Change the order of the actions: warm_up must not grow from one stage to the next; the order interleaved needs "
-            f"stages in round-robin order over the ranks (zbv accepts any).",
+            f"every rank equally often, in one sequence, such as 0, 1, 0, 1 (zbv accepts any).",
         )
 
 

@@ -105,7 +105,7 @@ def _reuse(where: str, pipeline: PipelinePlan, same: bool, stage: StagePlan, ear
 def batch_problems(plan: Plan, request: PlanRequest) -> Iterator[str]:
     """Yield batch sizes that differ from the job's."""
     if plan.global_batch != request.global_batch:
-        remedy = f"add --set train.global_batch={plan.global_batch}, or plan again"
+        remedy = "change [train] global_batch, or plan again"
         yield f"global_batch = {plan.global_batch}: the job has {request.global_batch}; {remedy}"
     if plan.sequence_length != request.sequence_length:
         remedy = f"the job has {request.sequence_length}; change [data] sequence_length, or plan again"
@@ -121,7 +121,7 @@ def _mask_problems(plan: Plan, sequences: int) -> Iterator[str]:
         sizes = {min(stage.slice_sequences or micro_batch, micro_batch) for stage in pipeline.stages}
         fitting = {size for size in sizes if len(sizes) == 1 and micro_batch % size == share % size == 0}
         if sequences not in fitting:
-            change = f", or change the job: --set train.micro_batch={min(fitting)}" if fitting else ""
+            change = f", or change the job: [train] micro_batch = {min(fitting)}" if fitting else ""
             yield (
                 f"pipelines[{index}] computes {' and '.join(map(str, sorted(sizes)))} of its {share} sequences at a time: this "
                 f"job draws dropout masks for {sequences} at a time, in every plan. Set micro_batch = {sequences} there, "
