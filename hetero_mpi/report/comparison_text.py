@@ -20,14 +20,21 @@ _LOSS_WINDOW_RATIO = 0.05
 _TOO_FEW = "too few steps"
 _MAX_RUN_COLUMNS = 4
 """Maximum number of compared runs that always have a column each; more have a row each if that takes fewer columns."""
+_MAX_VALUE = 40
 _IRRELEVANT = {("output", "run_dir")}
 
 
 def comparison_lines(runs: Sequence[PastRun]) -> list[str]:
     """Compare runs in a table: job differences, plan, speed, and loss after the same number of tokens."""
-    headings, *cells = comparison_table([("", *run_names(runs)), *comparison_rows(runs)])
+    rows = [tuple(map(_shortened, row)) for row in comparison_rows(runs)]
+    headings, *cells = comparison_table([("", *run_names(runs)), *rows])
     lines = Table.of_texts(headings, cells).lines()
     return lines + [line for remark in comparison_remarks(runs) for line in wrap_text("  ", remark)]
+
+
+def _shortened(cell: str) -> str:
+    """Cut a table or list of the job to a column's width."""
+    return f"{cell[: _MAX_VALUE - 3]}..." if cell[:1] in ("{", "[") and len(cell) > _MAX_VALUE else cell
 
 
 def comparison_table(rows: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
