@@ -188,6 +188,17 @@ def stage_holdings(pipeline: PipelinePlan, stage: StagePlan) -> tuple[tuple[int,
     return holdings([Action(Op(name), index, micro_batch) for name, index, micro_batch in computed])
 
 
+def warm_ups(pipeline: PipelinePlan) -> tuple[int, ...]:
+    """Forwards of each stage before its forwards and backwards alternate; all of them if no backward comes between forwards."""
+    if pipeline.order == WARM_UP:
+        return tuple(stage.warm_up for stage in pipeline.stages)
+    computed = {rank: [*actions] for rank, actions in computed_by_rank(pipeline).items()}
+    leaders = enumerate(stage.ranks[0] for stage in pipeline.stages)
+    texts = ("".join(op for op, i, _ in computed[rank] if i == index) for index, rank in leaders)
+    forwards = (len(ops) - len(ops.lstrip("F")) for ops in texts)
+    return tuple(count - (count < pipeline.micro_batches) for count in forwards)
+
+
 def peak_bytes(
     profile: ClusterProfile, pipeline: PipelinePlan, stage: StagePlan, sequence_length: int, member: int = 0
 ) -> int:

@@ -11,19 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hetero_mpi.planning.analysis.idle_time import Idling
 from hetero_mpi.planning.durations import Durations, stage_s
-from hetero_mpi.planning.memory import shared_parameters, slices_head
-from hetero_mpi.planning.orders import schedule_title, warm_ups
+from hetero_mpi.planning.memory import shared_parameters, slices_head, warm_ups
+from hetero_mpi.planning.orders import schedule_title
 from hetero_mpi.planning.schedule import Op
 from hetero_mpi.planning.simulator import SimulatedStep
-from hetero_mpi.planning.types.plan import (
-    FROM_DISK,
-    IdleRank,
-    PipelinePlan,
-    Plan,
-    PlanReport,
-    RankMemory,
-    StagePlan,
-)
+from hetero_mpi.planning.types.plan import FROM_DISK, IdleRank, PipelinePlan, Plan, PlanReport, RankMemory, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.report.profile_text import device_heading, device_text
 from hetero_mpi.report.table import MAX_ROWS, Column, Table
@@ -98,9 +90,7 @@ def plan_lines(source: PlanReport | Plan, profile: ClusterProfile | None, every:
         lines += [line for reason in idle_lines(report.idle) for line in wrap_text("  ", reason)]
         lines += [line for reason in report.reasons for line in wrap_text("  because: ", reason)]
     lines += [*eager_lines(plan, profile), *(f"Batch: {line}" for line in batch_lines(plan))]
-    return lines + (
-        wrap_text("", _prediction(report, profile is None)) if report is not None else [f"  {NOT_PREDICTED}"]
-    )
+    return lines + (wrap_text("", _prediction(report, profile is None)) if report else [f"  {NOT_PREDICTED}"])
 
 
 def planned_lines(report: PlanReport, profile: ClusterProfile, run_dir: Path) -> list[str]:
@@ -209,9 +199,7 @@ def stage_table(
         Column("micro-batches", lambda row: f"{row.pipeline.micro_batches} x {row.pipeline.micro_batch}"),
         Column("weights", lambda row: _parameters(row.stage, scaled) if scaled else None, units.count),
         # Memory is per rank, not per stage, so the rank's first stage shows it.
-        Column(
-            "memory", lambda row: [peak for peak in memory if row.number in plan.of_rank(peak.rank)[:1]], fullest_text
-        ),
+        Column("memory", lambda row: [use for use in memory if row.number in plan.of_rank(use.rank)[:1]], fullest_text),
         Column(
             "compute",
             lambda row: _micro_batch_s(row.pipeline, row.stage, plan, scaled) if scaled else None,

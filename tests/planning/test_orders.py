@@ -14,8 +14,8 @@ from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.decision.rules import request_differences
 from hetero_mpi.planning.dry_run import validate
-from hetero_mpi.planning.memory import stage_holdings
-from hetero_mpi.planning.orders import SCHEDULES, warm_ups
+from hetero_mpi.planning.memory import stage_holdings, warm_ups
+from hetero_mpi.planning.orders import SCHEDULES
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan

@@ -9,8 +9,9 @@ from hetero_mpi.planning.decision.groups import with_groups
 from hetero_mpi.planning.decision.several_stages import VirtualStageSearch
 from hetero_mpi.planning.decision.shortage import closest_split, with_hosts_divided
 from hetero_mpi.planning.device_times import optimizer_s, whole_model_s
+from hetero_mpi.planning.memory import warm_ups
 from hetero_mpi.planning.memory_model import MemoryModel, predict_memory
-from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS, warm_ups
+from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS
 from hetero_mpi.planning.orders.warm_up import scheduled_depths, with_classic_depths
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.search import layouts
@@ -123,9 +124,7 @@ def _with_files(
     plan = fitter.with_files(fitter.keeping(plan, slices))
     if not any(stage.on_disk for _, _, stage in plan.numbered):
         return Decision(plan, fitter.step_s(plan))
-    return Decision(
-        *fitter.descended(plan, fitter.step_s(plan), lambda changed: map(fitter.with_files, cut_otherwise(changed)))
-    )
+    return Decision(*fitter.descended(plan, fitter.step_s(plan), lambda p: map(fitter.with_files, cut_otherwise(p))))
 
 
 def can_offload(profile: ClusterProfile) -> bool:

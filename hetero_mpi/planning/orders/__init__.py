@@ -6,7 +6,6 @@ order for ranks with several stages defines ``interleaving`` instead, which retu
 """
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Protocol, cast
 
 from hetero_mpi.planning.orders.warm_up import scheduled_depths
@@ -58,20 +57,6 @@ def computed_by_rank(pipeline: PipelinePlan) -> Mapping[int, Iterable[tuple[str,
         rank: [(op, index, m) for index in indices for op, m in computing(pipeline, index)]
         for rank, indices in pipeline.stages_of.items()
     }
-
-
-@lru_cache(64)
-def warm_ups(pipeline: PipelinePlan) -> tuple[int, ...]:
-    """Forwards of each stage before its forwards and backwards alternate; all of them if no backward comes between forwards."""
-    if pipeline.order == WARM_UP:
-        return tuple(stage.warm_up for stage in pipeline.stages)
-    begun, turned, computed = [0] * len(pipeline.stages), set[int](), computed_by_rank(pipeline)
-    for rank in {stage.ranks[0] for stage in pipeline.stages}:
-        for op, index, _ in computed[rank]:
-            if op != "F":
-                turned.add(index)
-            begun[index] += index not in turned
-    return tuple(forwards - (forwards < pipeline.micro_batches) for forwards in begun)
 
 
 SCHEDULES = {
