@@ -88,18 +88,16 @@ def inspect(file: Path, output: Path | None, every: bool = False) -> list[str]:
     except OSError as error:
         raise UserError("inspect.unreadable", f"{file}: cannot be read ({error.strerror}); check the path") from error
     except (toml.TomlError, UnicodeDecodeError) as error:
-        raise UserError(
-            "inspect.format", f"{file}: neither HDF5 nor TOML ({error}); pass a profile, a plan or a checkpoint"
-        ) from error
+        text = f"{file}: neither HDF5 nor TOML ({error}); pass a profile, a plan or a checkpoint"
+        raise UserError("inspect.format", text) from error
     if "pipelines" in content:
         decision, report = load_plan_file(file)
         raise_all(str(file), [*chain_problems(decision)])
         return plan_lines(report or decision, None, every)
     if "devices" not in content:
         hint = "; for a job file, use `plan` or `simulate`" if "train" in content or "data" in content else ""
-        raise UserError(
-            "inspect.unknown_file", f"{file}: not a profile ([[devices]]), a plan ([[pipelines]]) or a checkpoint{hint}"
-        )
+        text = f"{file}: not a profile ([[devices]]), a plan ([[pipelines]]) or a checkpoint{hint}"
+        raise UserError("inspect.unknown_file", text)
     profile = load_profile(file)
     from hetero_mpi.report.figures.profile_curves import profile_picture
     from hetero_mpi.report.figures.style import save
@@ -112,17 +110,14 @@ def _inspect_run(directory: Path, picture: Path | None, every: bool) -> list[str
     if picture is not None:
         raise UserError("inspect.output", f"-o needs a profile file, such as {profile_file(directory)}")
     lines = [str(file := profile_file(directory)), *inspection_lines(load_profile(file), every)]
-    newest = max((directory / "checkpoints").glob("step-*.h5"), default=None)
-    for file in filter(None, (directory / "plan.toml", newest)):
-        if file.exists():
-            try:
-                lines += ["", str(file), *inspect(file, None, every)]
-            except UserError as error:
-                if file is newest:
-                    raise
-                lines += wrap_text(
-                    "  ", str(error)
-                )  # such as of a schedule whose file is gone; the checkpoint is readable
+    newest = sorted((directory / "checkpoints").glob("step-*.h5"))[-1:]
+    for file in (*directory.glob("plan.toml"), *newest):
+        try:
+            lines += ["", str(file), *inspect(file, None, every)]
+        except UserError as error:
+            if file in newest:
+                raise
+            lines += ["", *wrap_text("", str(error))]  # such as of a schedule whose file is gone
     return lines
 
 

@@ -27,11 +27,8 @@ from hetero_mpi.util.errors import Problem, UserError
 from hetero_mpi.util.shipped import profile_file, shipped_folder
 from hetero_mpi.util.terminal import write_text
 
-_PLUG_INS = {
-    "plan.schedule": "planning/orders", "train.preference": "objectives", "cluster.device": "device/backends",
-    "report.trackers": "rundir/trackers",
-}  # fmt: skip
-"""Key that names plug-ins -> their folder in the package."""
+_PLUG_IN_KEYS = "plan.schedule", "train.preference", "cluster.device", "report.trackers"
+_tell_once = cache(write_text)  # a command may read the job several times
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,7 +43,7 @@ class LoadedJob(Displayed):
     directory: Path
     """Absolute directory of the job file, to which the job's paths are relative."""
     lost: tuple[str, ...] = ()
-    """Keys of a stored job that name plug-ins without a file, such as ``plan.schedule``; they have their defaults."""
+    """Keys of a stored job whose plug-ins have no file any more; they have their defaults."""
 
     def resolve(self, path_text: str) -> Path:
         """Make a path from the job absolute, expanding ``{stdlib}`` and ``~``."""
@@ -132,9 +129,8 @@ def job_from_tables(
         raise UserError("job.name", f"job name {name!r} must be a name without slashes, as it names the run directory")
     draft = _Draft(_as_values(tables), f"job {name!r}")
     draft.apply(settings or {}, overrides)
-    return LoadedJob(
-        draft.validated(name), Path(f"{name} (built in Python)"), name, Path(directory).expanduser().absolute()
-    )
+    label = Path(f"{name} (built in Python)")
+    return LoadedJob(draft.validated(name), label, name, Path(directory).expanduser().absolute())
 
 
 def stored_job(
@@ -156,20 +152,15 @@ def stored_job(
 def _lost_plug_ins(values: dict[str, Any], overridden: Collection[str]) -> tuple[str, ...]:
     """Return the keys that name a plug-in without a file, such as a deleted schedule, and set them to their defaults."""
     lost = []
-    for dotted, folder in _PLUG_INS.items():
+    for dotted in _PLUG_IN_KEYS:
         name, _, key = dotted.partition(".")
         table = values.get(name)
         if isinstance(table, dict) and key in table and key in broken_keys(TABLES[name], table):
             lost.append(dotted)
             default, value = TABLES[name].model_fields[key].default, as_toml(table.pop(key))
             instead = "" if dotted in overridden else f"; {as_toml(default)} stands in for it"
-            _tell_once(f"the run's [{name}] {key} = {value} is not in hetero_mpi/{folder}{instead}\n")
+            _tell_once(f"the run's [{name}] {key} = {value}: its file is gone{instead}\n", sys.stderr)
     return tuple(lost)
-
-
-@cache  # a command may read the job several times
-def _tell_once(text: str) -> None:
-    write_text(text, sys.stderr)
 
 
 class _Draft:

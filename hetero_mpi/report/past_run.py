@@ -162,9 +162,7 @@ def runs_in(directory: Path) -> list[Path]:
     """List the runs in a directory, by name, without dry runs. Empty if the directory is a run itself or contains no runs."""
     if is_run(directory) or not directory.is_dir():
         return []
-    return sorted(
-        path for path in directory.iterdir() if any((path / name).exists() for name in (METRICS_NAME, RUN_NAME))
-    )
+    return sorted(run for run in directory.iterdir() if any((run / name).exists() for name in (METRICS_NAME, RUN_NAME)))
 
 
 def job_of_run(directory: Path, overrides: Sequence[str] = ()) -> LoadedJob | None:
@@ -225,7 +223,7 @@ def _report_and_profile(directory: Path) -> tuple[PlanReport | None, ClusterProf
 
 
 def _report_in_order(path: Path) -> PlanReport:
-    """Read a plan whose times and memory can be computed. Raises UserError too if an order of its own is gone."""
+    """Read a plan whose times and memory can be computed. Raises UserError also if the file of its order is gone."""
     report = load_report(path)
     if lost := {pipeline.order for pipeline in report.plan.pipelines} - ORDERS.keys():
         text = f"{path}: order = {', '.join(sorted(lost))}: not in hetero_mpi/planning/orders; restore its file to see the plan"

@@ -43,14 +43,12 @@ _KEY = re.compile(r"[\s\[]*(?:[\w.-]+\.)?([\w-]+)\s*[\]=]")
 
 def _with_both_lines(error: str, text: str) -> str:
     """Name also the earlier of two lines that set a key, such as a forgotten ``links = []``; tomli names the later one only."""
-    lines, place = text.splitlines(), re.match(r"Cannot .*\(at (?:line (\d+)|end)", error)
-    keys = [(_KEY.match(line) or [""] * 2)[1] for line in lines[: int(place[1] or len(lines))]] if place else [""]
-    if not keys[-1] or keys[-1] not in keys[:-1]:
-        return error
-    earlier = max(n for n, key in enumerate(keys[:-1]) if key == keys[-1])
-    return (
-        f"lines {earlier + 1} ({lines[earlier].strip()[:60]}) and {len(keys)} both set {keys[-1]}: delete one of them"
-    )
+    match = re.match(r"Cannot .*\(at (?:line (\d+)|end)", error)
+    lines = text.splitlines()[: int(match[1] or len(text)) if match else 0]
+    keys = [(_KEY.match(line) or [""] * 2)[1] for line in lines]
+    at = max((n for n, key in enumerate(keys[:-1]) if key and key == keys[-1]), default=None)
+    both = "" if at is None else f"lines {at + 1} ({lines[at].strip()[:60]}) and {len(keys)} both set {keys[-1]}"
+    return f"{both}: delete one of them" if both else error
 
 
 _TOO_DEEP = f"tables and lists are nested more than {MAX_NESTING_DEPTH} deep"
