@@ -229,9 +229,7 @@ def tokenize_records(
 def _given_tokens(record: Record, vocabulary: int) -> Tokenized:
     ids, answer = np.array(record.ids), np.array(record.targets)
     if not 0 <= ids.min() <= ids.max() < vocabulary:
-        raise UserError(
-            "records.token_ids", f"{record.source}: 'input_ids' exceed the tokenizer's {vocabulary:,} tokens"
-        )
+        raise UserError("records.token_ids", f"{record.source}: 'input_ids' exceed a vocabulary of {vocabulary:,}")
     return Tokenized(record, ids.astype(np.int32), answer, ~answer, np.full(len(ids), record.weight, np.float32))
 
 

@@ -234,9 +234,7 @@ def _tokenised(fields: _RecordFields, source: str) -> Record | None:
     labels = fields.get("labels", ids)
     lists = isinstance(ids, list) and isinstance(labels, list) and len(ids) == len(labels)
     if not lists or not all(type(i) is int and label in (i, IGNORED) for i, label in zip(ids, labels, strict=True)):
-        raise BadRecord(
-            "record.tokens", "'input_ids' must list token ids, and 'labels' the same ids or -100 (no target)"
-        )
+        raise BadRecord("record.tokens", "'input_ids' must list token ids, 'labels' the same ids or -100 (no target)")
     targets = tuple(label != IGNORED for label in labels)
     return Record((), "tokens", source, ids=tuple(ids), targets=targets) if any(targets[1:]) else None
 
@@ -305,9 +303,7 @@ def _parse_dialogue(text: str, key: str) -> list[ChatMessage]:
             f"'prompt' is missing, and {key!r} is not a conversation with a prompt (messages, or text with Human: and "
             f"Assistant:)",
         )
-    return [
-        ChatMessage(_SPEAKERS[speaker], words.strip()) for speaker, words in zip(rest[::2], rest[1::2], strict=True)
-    ]
+    return [ChatMessage(_SPEAKERS[speaker], text.strip()) for speaker, text in zip(rest[::2], rest[1::2], strict=True)]
 
 
 def _prompt_messages(fields: _RecordFields, question: str) -> list[ChatMessage]:
@@ -333,9 +329,7 @@ def _history(fields: _RecordFields) -> list[ChatMessage]:
     if is_chat(value):
         return messages_of(value, "history", fields.unread_in_messages)
     if not isinstance(value, list) or not all(isinstance(exchange, list) and len(exchange) == 2 for exchange in value):
-        raise BadRecord(
-            "record.history", f"'history' must be a list of [question, answer] pairs, not {kind_name(value)}"
-        )
+        raise BadRecord("record.history", f"'history' must list [question, answer] pairs, not {kind_name(value)}")
     return [
         ChatMessage(role, text_of(content, f"history[{index}]"))
         for index, pair in enumerate(value)

@@ -60,9 +60,7 @@ def matching_files(key: str, patterns: Sequence[str], tell: Callable[[str], None
         kind = "jsonl" if key.startswith("data.records") else "txt"
         hint = f"(add /**/*.{kind} to read inside)"
         what = f"only directories, such as {directories[0]} {hint}" if directories else "nothing"
-        raise UserError(
-            "data.no_files", f"{key} must match at least one file; {shown_patterns(patterns)} matched {what}."
-        )
+        raise UserError("data.no_files", f"{key} must match a file; {shown_patterns(patterns)} matched {what}.")
     return (*(paths[real] for real in sorted(paths)), *from_hub)
 
 

@@ -98,9 +98,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise UserError(
-            "tokenizer.missing", f"tokenizer directory {directory} not found; it must contain tokenizer.json"
-        )
+        raise UserError("tokenizer.missing", f"tokenizer directory {directory} not found; it needs tokenizer.json")
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         raise UserError(
             "tokenizer.missing",

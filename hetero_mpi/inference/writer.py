@@ -349,11 +349,7 @@ class Writer:
         ]
 
     def _pass_on(
-        self,
-        stage: _OwnStage,
-        passes: Sequence[_Pass],
-        before: Sequence[torch.Tensor],
-        sent: list[Request],
+        self, stage: _OwnStage, passes: Sequence[_Pass], before: Sequence[torch.Tensor], sent: list[Request]
     ) -> list[torch.Tensor]:
         """Compute a stage and send the outputs to the next rank, or return them if there is none.
 

@@ -38,9 +38,7 @@ from hetero_mpi.util.errors import UserError
 
 _SYSTEM, _USERS, _ANSWERS = "Qsysq", ("Quaq", "Qubq", "Qucq"), ("Qaaq", "Qabq")
 _LAST = "eq (len (slice $.Messages $i)) 1"
-_PARAMETERS = {key: key for key in ("temperature", "top_k", "top_p", "min_p")} | {
-    "repetition_penalty": "repeat_penalty"
-}
+_PARAMETERS = {k: k for k in ("temperature", "top_k", "top_p", "min_p")} | {"repetition_penalty": "repeat_penalty"}
 """Maps keys of ``generation_config.json`` to Ollama's parameter names."""
 _CONVERTER_TYPES = ("auto", "f32", "f16", "bf16", "q8_0")
 """Types that llama.cpp's converters write; ``llama-quantize`` makes the other ones from a 16-bit file."""

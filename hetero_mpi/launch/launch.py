@@ -50,9 +50,7 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
         command = slurm.heterogeneous_command(find_launcher(), entries, namespace.ranks, program, mpirun_args)
         return _start(namespace, command, program)
     if namespace.slurm_python:
-        raise UserError(
-            "launch.slurm_python", "--slurm-python is for heterogeneous SLURM jobs (`#SBATCH hetjob`) only."
-        )
+        raise UserError("launch.slurm_python", "--slurm-python is for heterogeneous SLURM jobs (`#SBATCH hetjob`) only")
     if namespace.ranks is None and namespace.hosts is not None:
         namespace.ranks = sum(host.slots for host in ElasticOptions(1, None, namespace.hosts).entries())
     if namespace.ranks is None:

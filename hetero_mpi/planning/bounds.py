@@ -113,12 +113,7 @@ def filling_bounds_s(profile: ClusterProfile, request: PlanRequest) -> dict[int,
 
 
 def cycle_bound_s(
-    forward_s: Seconds,
-    backward_s: Seconds,
-    out_s: Seconds,
-    back_s: Seconds,
-    warm_up: Sequence[int],
-    micro_batches: int,
+    forward_s: Seconds, backward_s: Seconds, out_s: Seconds, back_s: Seconds, warm_up: Sequence[int], micro_batches: int
 ) -> float:
     """Lower-bound the end times of ``outline.spans_s`` for an unsplit backward and a non-increasing ``warm_up``.
 

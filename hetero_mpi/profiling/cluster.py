@@ -253,7 +253,5 @@ def _notes(
             )
     short = [rank for rank, table in enumerate(tables) if len(table.rows) < len(rows) and not table.slow_s]
     if short:
-        notes.append(
-            f"rank {', '.join(map(str, short))}: larger micro-batches took too long or too much memory to time"
-        )
+        notes.append(f"rank {', '.join(map(str, short))}: larger micro-batches took too long or too much memory")
     return tuple(notes)

@@ -75,8 +75,7 @@ class ServeOptions:
             keys[name], source_by_name[name] = rest[0].strip(), location
         if self.keys is not None and len(keys) == bool(token):
             raise UserError(
-                "serve.keys",
-                f"--keys {self.keys}: no line has a name and a key; omit the option to serve all clients",
+                "serve.keys", f"--keys {self.keys}: no line has a name and a key; omit the option to serve all clients"
             )
         for name, key in keys.items():
             if not (key.isascii() and key.isprintable()) or " " in key:

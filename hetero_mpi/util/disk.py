@@ -125,9 +125,7 @@ def folder_space(path: Path, must_exist: bool = False) -> dict[str, Any]:
         if free_space < MIN_FREE_BYTES:
             problem = f"has {free_space / 1e6:.1f} MB of free space; a run needs at least {MIN_FREE_BYTES / 1e6:.0f} MB"
         elif not os.access(parent, os.W_OK | os.X_OK):
-            problem = (
-                "cannot be written" if parent == path else f"cannot be created: no permission to write to {parent}"
-            )
+            problem = "cannot be written" if parent == path else f"cannot be created: no write permission in {parent}"
     except OSError as error:
         problem = f"cannot be used ({error.strerror})"
     return {"path": str(path), "free_bytes": free_space, "problem": problem}

@@ -240,9 +240,7 @@ def verify_mesh_command(world: World, path: Path) -> int:
     """
     mesh = mesh_of(world, path)
     if mesh is None:
-        raise CollectiveUserError(
-            "doctor.no_mesh", f"{path} has no [mesh]: pass the hosts.toml that `mesh init` wrote."
-        )
+        raise CollectiveUserError("doctor.no_mesh", f"{path} has no [mesh]: pass the hosts.toml that `mesh init` wrote")
     world.current_action = "sending messages through the mesh"
     threaded = world.thread_level in ("multiple", "serialized")
     with MpiTransport(world.comm, threaded=threaded) as transport:

@@ -52,9 +52,7 @@ def read_hostfile(path: str | Path) -> tuple[HostEntry, ...]:
         if content:
             entries.append(_parse_line(content, f"{path}, line {number}"))
     if not entries:
-        raise UserError(
-            "hosts.empty", f"The host file {path} lists no host: write one per line, such as `rtx slots=2`."
-        )
+        raise UserError("hosts.empty", f"Host file {path} lists no host: write one per line, such as `rtx slots=2`.")
     return tuple(entries)
 
 

@@ -257,9 +257,7 @@ class Supervisor:
         if not self.trains or (not unreachable and 0 < last <= step):
             return outcome
         text = f"the launcher ended with exit code 0, but after step {step} of {last}; "
-        text += (
-            f"no answer from {', '.join(host.name for host in unreachable)}" if unreachable else "every host answers"
-        )
+        text += f"no answer from {', '.join(host.name for host in unreachable)}" if unreachable else "all hosts answer"
         self.events.report("broken", text, code=0)
         return StartOutcome(None)
 

@@ -37,9 +37,7 @@ class ElasticOptions:
                 "process. Requeue the job instead, with `#SBATCH --requeue` and `train --resume`: see docs/recovery.md.",
             )
         if not 1 <= self.min_ranks <= self.ranks:
-            raise UserError(
-                "elastic.min_ranks", f"--min-ranks must be from 1 to -np {self.ranks}, not {self.min_ranks}."
-            )
+            raise UserError("elastic.min_ranks", f"--min-ranks must be 1 to -np {self.ranks}, not {self.min_ranks}.")
         if self.max_restarts < 0:
             raise UserError("elastic.max_restarts", f"--max-restarts must be at least 0, not {self.max_restarts}.")
         if not 2 <= self.heartbeat_timeout_s <= 3600:

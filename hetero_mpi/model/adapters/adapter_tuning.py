@@ -245,9 +245,7 @@ def _matched_experts(model: PreTrainedModel, adapter: AdapterTable) -> list[str]
                 f"[adapter] parameters: {name_end} matches no parameter of fused experts; {what}; linear layers belong in "
                 f"[adapter] targets",
             )
-    return [
-        name for name in expert_names if any(f".{name}".endswith(f".{name_end}") for name_end in adapter.parameters)
-    ]
+    return [name for name in expert_names if any(f".{name}".endswith(f".{end}") for end in adapter.parameters)]
 
 
 _UNPACKABLE = {

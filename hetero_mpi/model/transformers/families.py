@@ -53,8 +53,7 @@ def read_config(source: dict[str, Any] | str | Path) -> PreTrainedConfig:
         config = AutoConfig.for_model(family, **arguments)
     except Exception as error:  # transformers raises many kinds, all of them about the values given
         raise UserError(
-            "model.configuration",
-            f"transformers rejects this {family} configuration: {error}; correct that value",
+            "model.configuration", f"transformers rejects this {family} configuration: {error}; correct that value"
         ) from error
     _refuse_settings(config)
     config.use_cache = False

@@ -50,11 +50,7 @@ Groups = tuple[StagePlan, ...]
 
 
 def with_groups(
-    profile: ClusterProfile,
-    request: PlanRequest,
-    best_s: float | None,
-    search: PlanSearch,
-    crowded: Collection[int],
+    profile: ClusterProfile, request: PlanRequest, best_s: float | None, search: PlanSearch, crowded: Collection[int]
 ) -> TimedPlan | None:
     """Find a plan with groups at least ``MIN_GAIN_RATIO`` faster than ``best_s``.
 

@@ -251,9 +251,7 @@ def explain_shortage(profile: ClusterProfile, request: PlanRequest) -> str:
         lines.append(f"  and {rest} more rank{'s' if rest > 1 else ''}, short by less")
     for host, ranks in shared_memories(profile):
         listed = ", ".join(map(str, ranks))
-        lines.append(
-            f"  ranks {listed} share the memory of host {host.name}, {units.size(host.memory_bytes)}, divided evenly"
-        )
+        lines.append(f"  ranks {listed} share the memory of host {host.name}, {units.size(host.memory_bytes)}, evenly")
     if request.streaming != "never" and can_offload(profile):
         lines += _host_shortage(profile, request)
     helps = list(remedies(profile, request))

@@ -92,9 +92,7 @@ def _reuse(where: str, pipeline: PipelinePlan, same: bool, stage: StagePlan, ear
         yield f"{where}: a rank can be in one pipeline only"
     elif pipeline.order not in INTERLEAVINGS:
         orders = " or ".join(sorted(INTERLEAVINGS))
-        yield (
-            f"{where}, and the pipeline's order is {pipeline.order!r}: for several stages per rank it must be {orders}"
-        )
+        yield (f"{where}, and the pipeline's order is {pipeline.order!r}: several stages per rank need {orders}")
     if stage.streamed or earlier.streamed:
         yield f"{where}: a rank with an offloaded stage can hold no other stage"
     if stage.state_weight != earlier.state_weight:
@@ -155,9 +153,7 @@ def request_differences(plan: Plan, request: PlanRequest) -> list[str]:
         if unlike:
             stages_text = ", ".join(map(str, unlike))
             does = str(pipeline.stages[unlike[0]].recompute).lower()
-            sentences.append(
-                f"{where}: recompute = {does} of stages {stages_text}: contradicts the job's train.recompute"
-            )
+            sentences.append(f"{where}: recompute = {does} of stages {stages_text}: unlike the job's train.recompute")
     return sentences
 
 
