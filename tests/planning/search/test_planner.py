@@ -388,9 +388,9 @@ def test_with_dropout_a_given_plan_keeps_the_sequences_of_each_mask(
         return
     with pytest.raises(UserError) as refused:
         complete_plan(plan, profile, replace(request, mask_sequences=2))
-    assert ("--set" in str(refused.value)) is (remedy is not None)
+    assert ("[train] micro_batch" in str(refused.value)) is (remedy is not None)
     if remedy is not None:
-        assert f"train.micro_batch={remedy}" in str(refused.value)
+        assert f"[train] micro_batch = {remedy}" in str(refused.value)
         assert complete_plan(plan, profile, replace(request, mask_sequences=remedy)).plan == plan
 
 
