@@ -173,7 +173,7 @@ class _Draft(JobDraft):
             times = self._of("pissa_iter", 16)
             self._put("adapter.start", "pissa" if times == -1 else f"pissa_niter_{times}", "pissa", "pissa_iter")
         targets = self._of("targets")
-        names = re.split(r"[,\s]+", targets) if isinstance(targets, str) else targets
+        names = re.split(r"[,\s|]+", targets) if isinstance(targets, str) else targets
         if self._of("linear") or names in (["all"], ["all-linear"]):
             self._put("adapter.targets", "all-linear", "targets", "linear")
         elif isinstance(names, list) and all(re.fullmatch(r"\w[\w.]*", str(name)) for name in names):
@@ -183,7 +183,8 @@ class _Draft(JobDraft):
         elif projections := _matched_projections(targets):
             self._put("adapter.targets", projections, "targets")
         else:
-            self._leave_part("targets", PARTS["targets"], differs=True)
+            reason = "not a pattern of projections in all layers, so the default applies, all-linear: name the layers"
+            self._leave_part("targets", reason, differs=True)
 
     def _data(self) -> None:
         sets = self._sets("texts") or self._sets("datasets")

@@ -396,6 +396,7 @@ BECOMES: list[tuple[str, str, dict[str, Any]]] = [
     *(("axolotl", f"{LORA}lora_target_modules: {pattern}", {"adapter.targets": [f"{name}_proj" for name in names.split()]})
       for pattern, names in ((r"'model.layers.[\d]+.(mlp|self_attn).(up|down|gate|q|k|v|o)_proj'", "q k v o gate up down"),
                              (r"'model.language_model.layers.[\d]+.self_attn.(q|v)_proj'", "q v"), ("'.*(k|o)_proj'", "k o"),
+                             ("'.*(q|v)_proj'", "q v"), ("'q_proj|v_proj'", "q v"), (r"'.*\.(q|up)_proj$'", "q up"),
                              ("[.*q_proj, v_proj]", "q v"))),
     # Keys that change nothing, or have a counterpart.
     ("axolotl", "reward_model: false\nplugins: [axolotl.integrations.liger.LigerPlugin]\nlabel_smoothing_factor: 0", {}),
