@@ -11,8 +11,10 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
+from io import StringIO
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -323,7 +325,9 @@ class DatasetTrainer:
             is_adapter = self._values["adapter.method"] == "lora"
             values["adapter.path" if is_adapter else "model.path"] = self.result.result
         run_dir = self._run_dir.with_name(f"{self._run_dir.absolute().name}.evaluation")
-        evaluation = train(self._ready(tests, values), run_dir=run_dir).evaluations[-1]
+        self.accelerator.print(f"Evaluating on {', '.join(f'{len(rows):,}' for rows in tests.values())} rows")
+        with redirect_stdout(StringIO()):  # lines about the step, and about files that are removed
+            evaluation = train(self._ready(tests, values), run_dir=run_dir).evaluations[-1]
         if self._rank == 0:
             shutil.rmtree(run_dir, ignore_errors=True)
         return evaluation
@@ -334,9 +338,8 @@ class DatasetTrainer:
             self._rank = world.rank
             if world.rank == 0 and values is None:
                 if self._settings.push_to_hub and (obstacle := push_obstacle(self._settings.hub_token)):
-                    raise UserError(
-                        "trainer.push", f"push_to_hub: {obstacle}; without push_to_hub, export RUN OUT --push uploads"
-                    )
+                    text = f"push_to_hub: {obstacle}; without push_to_hub, export RUN OUT --push uploads"
+                    raise UserError("trainer.push", text)
                 for line in self.notes:
                     write_line(line)
             return self._job(world.rank == 0, tests, values)

@@ -3,10 +3,12 @@
 ``OUT scripts``: runs scripts as users of those trainers write them, with another import, on any number of ranks.
 """
 
+import io
 import json
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -199,7 +201,9 @@ def formatted(cases: Cases) -> Any:
         model=model, args=args, train_dataset=dataset, processing_class=cases.tokenizer, set=QUICK,
         formatting_func=lambda row: f"### Question: {row['question']}\n ### Answer: {row['answer']}",
     )  # fmt: skip
-    before = trainer.evaluate(dataset)["eval_loss"]
+    with redirect_stdout(io.StringIO()) as told:
+        before = trainer.evaluate(dataset)["eval_loss"]
+    assert told.getvalue().count("\n") == (RANK == 0), "no lines of a training run"
     trainer.train()
     trainer.save_model()
     if RANK == 0:
