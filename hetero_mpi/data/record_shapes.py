@@ -36,7 +36,7 @@ FURTHER = ("input_ids", "labels", "input", "history", "tools", "functions", "lab
 def unrecognised(value: Mapping[str, Any]) -> str:
     """Explain why a record with these keys matches no shape."""
     if all(key in value for key in PREFERENCE):
-        return "it is a preference pair: set [train] preference (docs/preferences.md)"
+        return "it is a preference pair, which only training with [train] preference reads (docs/preferences.md)"
     for shape, pair in PAIRS.items():
         missing = [keys[0] for keys in pair if not any(key in value for key in keys)]
         if len(missing) == 1:

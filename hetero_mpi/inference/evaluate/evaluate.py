@@ -132,17 +132,13 @@ def own_set(loaded: LoadedJob, limit: int) -> list[ScoredText]:
     """Read up to ``limit`` of a run's own evaluation sequences. Raises UserError if there are none or the data is missing."""
     no_text = loaded.job.model.factory is not None or loaded.job.train.preference != "none"
     if no_text or "train.preference" in loaded.lost:
-        raise UserError(
-            "evaluate.no_data",
-            "the run's evaluation set has no per-token loss on text; use --data NAME=FILES or --tasks",
-        )
+        text = "only training evaluates preferences and custom models (train.evaluate_every, metrics.jsonl); use --data or --tasks"
+        raise UserError("evaluate.no_data", text)
     dataset = prepare(loaded).dataset
     batch = next(dataset.held_out_batches(limit, limit), None)
     if batch is None:
-        raise UserError(
-            "evaluate.no_data",
-            "the run has no evaluation set (data.evaluation_fraction, data.evaluation); use --data NAME=FILES or --tasks",
-        )
+        text = "the run has no evaluation set (data.evaluation_fraction, data.evaluation); use --data NAME=FILES or --tasks"
+        raise UserError("evaluate.no_data", text)
     weights = None if batch.weighed is None else batch.weighed.weights
     return list(_texts(Rows(batch.tokens, batch.targets, positions=batch.positions, weights=weights)))
 
@@ -190,10 +186,8 @@ def patterns_by_name(words: Sequence[str]) -> dict[str, str]:
         if not all(entry):
             raise UserError("evaluate.set", f"--data {word}: must be NAME=FILES or FILES")
         if entry[0] in pattern_by_name:
-            raise UserError(
-                "evaluate.set",
-                f"--data {word}: there is already a set {entry[0]!r}; choose another name: --data NAME={entry[1]}",
-            )
+            text = f"--data {word}: there is already a set {entry[0]!r}; choose another name: --data NAME={entry[1]}"
+            raise UserError("evaluate.set", text)
         pattern_by_name[entry[0]] = entry[1]
     return pattern_by_name
 
@@ -282,10 +276,8 @@ def _sets(opened: Opened, options: EvaluateOptions) -> dict[str, list[ScoredText
             name: set_of_files(opened, loaded, files, limit) for name, files in patterns_by_name(options.data).items()
         }
         if empty := [name for name, texts in sets.items() if not texts]:
-            raise UserError(
-                "evaluate.nothing_to_score",
-                f"--data {empty[0]}: there is no target token in the first {units.plural(limit, 'sequence')}; raise --limit",
-            )
+            text = f"--data {empty[0]}: there is no target token in the first {units.plural(limit, 'sequence')}; raise --limit"
+            raise UserError("evaluate.nothing_to_score", text)
         return sets
     if loaded is None:
         text = f"{source} is not a run, so it has no evaluation set: use --data NAME=FILES or --tasks"
