@@ -18,6 +18,7 @@ from hetero_mpi.interop.job_draft import NOT_UNDERSTOOD, TABLE, JobDraft, keys_o
 from hetero_mpi.interop.other_files import read_keys
 from hetero_mpi.job.contradictions import objectives_by_key
 from hetero_mpi.job.load import job_from_tables
+from hetero_mpi.job.schema import DataTable
 from hetero_mpi.model.files import hub
 from hetero_mpi.rundir import trackers
 from hetero_mpi.util import toml
@@ -319,7 +320,9 @@ class _Draft(JobDraft):
         elif share < 1:
             self._put("data.evaluation_fraction", share, "held_out")
         else:
-            self._leave_part("held_out", PARTS["held_out"], differs=True)
+            default = DataTable.model_fields["evaluation_fraction"].default
+            reason = f"numbers of records are unsupported; data.evaluation_fraction = {default} applies"
+            self._leave_part("held_out", reason, differs=True)
         if sets or share > 0 or when == "no":
             if when == "steps" and self.tool != "axolotl":
                 self._parts.setdefault("every", ("logging_steps", self._steps_of_logging))
