@@ -100,7 +100,8 @@ def share_past_result(world: World, result: TrainResult | None) -> TrainResult |
     if shared is not None:
         say(
             f"the run is already finished: all {units.plural(len(shared.losses), 'step')} are done, and the result is in "
-            f"{shared.result}. To train further, raise [train] steps; to start again, choose another run directory (--run-dir)"
+            f"{shared.result}. To train further, raise [train] steps (of a Trainer: max_steps or num_train_epochs); to start "
+            "again, choose another run directory (--run-dir, output_dir)"
         )
     return shared
 
