@@ -308,7 +308,9 @@ def write_card(
         "licence of the base": licence if name else "",
         "adapter": "added to the weights of the base" if kind == "merged" else "",
     }
-    lines = [f"---\n{ModelCardData(**data).to_yaml()}\n---", _MARK, f"# {_cell(replaced.name)}"]
+    run = checkpoint.absolute().parent.parent
+    title = run.name if replaced.absolute().parent == run else replaced.name  # its "best" may be copied elsewhere
+    lines = [f"---\n{ModelCardData(**data).to_yaml()}\n---", _MARK, f"# {_cell(title)}"]
     ModelCard("\n\n".join([*lines, *_body(_run_of(checkpoint, metadata), facts)]) + "\n").save(target / CARD)
 
 
@@ -334,11 +336,9 @@ def _body(run: PastRun, facts: dict[str, str]) -> list[str]:
     job = {what: text for what, text in job_rows(run.job) if what != "model" or not facts["licence of the base"]}
     per = "per pair" if run.setting("train", "preference") != "none" else "nats per token"
     headings, stages = stage_table(run.report.plan, run.profile, ()).html()
-    perplexity = run.perplexity()
     return [
         _table(("", ""), [row for row in (facts | job).items() if row[1]]),
         *(f"{_cell(line)}." for line in loss_lines(run.metrics.steps, run.metrics.evaluations, None, per)),
-        *([f"Perplexity on the evaluation set: {perplexity:,.2f} per token."] if perplexity is not None else []),
         f"{plan_title(run.report.plan, run.profile)}.",
         _table([name for name, _ in headings], stages),
         f"Versions: {', '.join(f'{name} {version}' for name, version in run.versions.items())}.",

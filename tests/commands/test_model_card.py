@@ -60,12 +60,19 @@ def test_a_card_tells_what_was_trained_how_and_where(tmp_path: Path, run: tuple[
     }, "the base's data are not this run's"  # fmt: skip
     for words in (
         "# out", "| base | org/base |", "| licence of the base | other |", "LoRA on NF4 weights", "rank 4", ".../a\\|b.jsonl",
-        "peak learning rate 0.003", "at step 20 (nats per token)", "Evaluation loss: ", "Perplexity on the evaluation set: ",
+        "peak learning rate 0.003", "at step 20 (nats per token)", "Evaluation loss: ",
         "Plan: 2 stages, schedule 1F1B", "card 0", "| embedding, blocks 0-2 |", "hetero_mpi 0.1.0, torch 2.13",
     ):  # fmt: skip
         assert words in card.text, words
     assert not any(secret in card.content for secret in ("anna", "/home", str(tmp_path))), "it may be shown to anybody"
     assert "at step 40" not in card.text, "a checkpoint knows nothing of what came after it"
+
+
+def test_a_card_in_a_run_has_the_title_of_the_run(tmp_path: Path, run: tuple[Path, dict[str, Any]]) -> None:
+    best = run[0] / "best"
+    best.mkdir()
+    write_card(best, best, run[0] / "checkpoints" / "step-00000020.h5", run[1], None, "adapter")
+    assert "# run\n" in ModelCard.load(best / CARD).text
 
 
 def test_a_merged_model_and_one_from_scratch(tmp_path: Path, run: tuple[Path, dict[str, Any]]) -> None:
