@@ -201,9 +201,9 @@ def formatted(cases: Cases) -> Any:
         model=model, args=args, train_dataset=dataset, processing_class=cases.tokenizer, set=QUICK,
         formatting_func=lambda row: f"### Question: {row['question']}\n ### Answer: {row['answer']}",
     )  # fmt: skip
-    with redirect_stdout(io.StringIO()) as told:
+    with redirect_stdout(io.StringIO()) as printed:
         before = trainer.evaluate(dataset)["eval_loss"]
-    assert told.getvalue().count("\n") == (RANK == 0), "no lines of a training run"
+    assert printed.getvalue().count("\n") == (RANK == 0), "no lines of a training run"
     trainer.train()
     trainer.save_model()
     if RANK == 0:
