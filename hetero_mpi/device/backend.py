@@ -292,10 +292,8 @@ def host_memory() -> Memory:
     limit = host_limits.free_bytes()
     if limit is not None and limit < memory.available:
         return Memory(limit, f"{gigabytes(limit)} left under the cgroup limit")
-    return Memory(
-        memory.available,
-        f"{gigabytes(memory.available)} free of {gigabytes(memory.total)} on the host, after other programs",
-    )
+    sizes = f"{gigabytes(memory.available)} free of {gigabytes(memory.total)}"
+    return Memory(memory.available, f"{sizes} on the host, after other programs")
 
 
 def _peak_resident_bytes() -> int:
@@ -317,10 +315,8 @@ def gigabytes(number: int) -> str:
 
 def processor_name() -> str:
     """Return the product name of the processor."""
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()

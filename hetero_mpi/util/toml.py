@@ -37,6 +37,7 @@ def loads(text: str) -> dict[str, Any]:
     return values
 
 
+_TOO_DEEP = f"tables and lists are nested more than {MAX_NESTING_DEPTH} deep"
 _KEY = re.compile(r"[\s\[]*(?:[\w.-]+\.)?([\w-]+)\s*[\]=]")
 """Matches a line that sets a key or begins a table; the group is the last part of its name."""
 
@@ -49,9 +50,6 @@ def _with_both_lines(error: str, text: str) -> str:
     at = max((n for n, key in enumerate(keys[:-1]) if key and key == keys[-1]), default=None)
     both = "" if at is None else f"lines {at + 1} ({lines[at].strip()[:60]}) and {len(keys)} both set {keys[-1]}"
     return f"{both}: delete one of them" if both else error
-
-
-_TOO_DEEP = f"tables and lists are nested more than {MAX_NESTING_DEPTH} deep"
 
 
 def inline(value: Any) -> str:

@@ -41,7 +41,7 @@ SCREENING_ROUNDS, IMPROVEMENT_ROUNDS, MAX_CANDIDATES, MAX_SIMULATED_CANDIDATES =
 MAX_DESCENTS, MAX_DESCENT_LOOKS = 4, 120
 """Maximum number of descents, and of changes tried in each."""
 MAX_ANNEALED_RATIO = 1.03
-"""A pipeline count is annealed unless its best descended plan is slower than the best annealed one by more than this factor."""
+"""With more ranks, a pipeline count is annealed unless its descended plan is slower than the best by more than this factor."""
 HEAT = (0.01, 0.0005)
 MAX_ANNEALING_LOOKS, MAX_SIMULATED_ACTIONS = 1000, 300_000
 """Maximum number of annealing changes and of simulated actions, which together take a fraction of a second."""
@@ -181,9 +181,10 @@ class Search:
                 best[number] = self._improved(starts_by_count[number], number, searches[number])
                 least_s = min(least_s, best[number][1])
         is_brief = bool(self.near or self.request.near_counts) or len(self.ranks) == 1
+        max_ratio = MAX_ANNEALED_RATIO if len(self.ranks) > MAX_ALL_COUNTS_RANKS else math.inf
         for number in [] if is_brief else sorted(close, key=lambda number: best[number][1]):
             start = best[number]
-            if start[1] <= MAX_ANNEALED_RATIO * least_s:
+            if start[1] <= max_ratio * least_s:
                 best[number] = searches[number].annealed(start, HEAT, self.looks, self.actions, random.Random(0))
                 least_s = min(least_s, best[number][1])
         return best
