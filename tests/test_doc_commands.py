@@ -61,7 +61,7 @@ STARTING = (
     f"{OURS}generate runs/quickstart .*",
     f"{OURS}doctor --(hostfile hosts|hosts hosts.toml)",
     f"{OURS}launch -np 2 -- train jobs/quickstart.toml --set train.steps=10",
-    f"{OURS}launch -np 3 -- train (jobs/quickstart.toml|job.toml --dry-run)",
+    f"{OURS}launch -np [23] -- train (jobs/quickstart.toml|job.toml --dry-run)",
     f"{OURS}launch --hosts hosts.toml -- (train job.toml|serve runs/first --port 8000)",
     f"{OURS}launch -np 2 --hostfile hosts -- doctor",
     f"{OURS}launch -np 3 --hostfile hosts (--recover|--elastic) -- train job.toml",

@@ -43,7 +43,7 @@ def test_a_profile_of_two_hundred_unlike_ranks(profile: ClusterProfile) -> None:
     assert len(lines) < SCREEN and max(map(len, lines)) <= MAX_COLUMNS
     assert "  ... and 184 more" in text and "  ... and 9 more" in text
     assert "Curves of the first 4 of 200 different devices; `inspect FILE --all`" in text and "Rank 4: " not in text
-    assert "Links: the slowest 12 of 39,800; all: --all" in text
+    assert "Links: 12 of 39,800 with the worst linear fit; all: --all" in text
     assert len(profile_lines(profile)) < 25
 
 
