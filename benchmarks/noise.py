@@ -32,16 +32,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from harness import parser_of  # noqa: E402
 from noisy_clusters import Case, Noise, generated, measured, request_of, with_few_counts  # noqa: E402
 
-from hetero_mpi.planning.analysis.calibration import GroupSums, LinkBetween, Part, RankOperation  # noqa: E402
-from hetero_mpi.planning.analysis.step_comparison import StepComparison, StepPrediction  # noqa: E402
+from hetero_mpi.planning.analysis.calibration import GroupSums, LinkBetween, Part, calibrated_profile  # noqa: E402
 from hetero_mpi.planning.decision.decide import decide  # noqa: E402
+from hetero_mpi.planning.device_times import compute_s, recompute_s  # noqa: E402
 from hetero_mpi.planning.durations import exchange_s  # noqa: E402
 from hetero_mpi.planning.fit import pooled  # noqa: E402
-from hetero_mpi.planning.group_costs import sum_s  # noqa: E402
+from hetero_mpi.planning.group_costs import member_times, sum_s  # noqa: E402
 from hetero_mpi.planning.outline import outlined  # noqa: E402
-from hetero_mpi.planning.schedule import COMPUTE, schedule_of  # noqa: E402
-from hetero_mpi.planning.types.plan import Plan  # noqa: E402
-from hetero_mpi.planning.types.profile import ClusterProfile  # noqa: E402
+from hetero_mpi.planning.schedule import Op  # noqa: E402
+from hetero_mpi.planning.types.plan import Plan, StagePlan  # noqa: E402
+from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile  # noqa: E402
 from hetero_mpi.planning.types.toml_files import load_profile  # noqa: E402
 
 KINDS = {
@@ -137,7 +137,8 @@ def outcome(case: Case, noise: Noise, seed: str, best_s: float, counts: int) -> 
             break
         true_s = outlined(decision.plan, case.profile).step_s
         step_s = median(true_s * _factor(draw, noise.steps) for _ in range(STEPS))
-        profile = compared(decision.plan, case.profile, profile, noise.steps, draw).calibrated_profile()
+        ratios = steps_of(decision.plan, case.profile, profile, noise.steps, draw)
+        profile = calibrated_profile(profile, decision.plan, ratios)
         tried.append((step_s, true_s / outlined(decision.plan, profile).step_s, decision.plan))
     _, off, plan = min(tried, key=lambda one: one[0])
     after_s = outlined(plan, case.profile).step_s
@@ -148,23 +149,17 @@ def _factor(draw: random.Random, size: float) -> float:
     return math.exp(draw.gauss(0, size)) if size else 1.0
 
 
-def compared(
+def steps_of(
     plan: Plan, true: ClusterProfile, guess: ClusterProfile, noise: float, draw: random.Random
-) -> StepComparison:
+) -> dict[Part, list[float]]:
     """What ``STEPS`` steps of ``plan`` show of the true cluster beside what was predicted."""
 
     def ratios(real_s: float, predicted_s: float) -> list[float]:
         return [real_s / predicted_s * _factor(draw, noise) for _ in range(STEPS)] if predicted_s > 0 else []
 
-    schedule = schedule_of(plan, guess.model)
-    prediction = StepPrediction(plan, guess, schedule)
-    real_s = StepPrediction(plan, true, schedule).computing_s
-    found: dict[Part, list[float]] = {
-        RankOperation(rank, op): ratios(real_s[rank][op], seconds)
-        for rank, own_s in prediction.computing_s.items()
-        for op, seconds in own_s.items()
-        if op in COMPUTE
-    }
+    found: dict[Part, list[float]] = {}
+    for rank in plan.ranks:
+        found[rank] = ratios(*(computed_s(plan, profile, rank) for profile in (true, guess)))
     for _, index, stage in plan.numbered:
         if stage.grouped:
             tokens = plan.pipelines[index].micro_batch * plan.sequence_length
@@ -182,7 +177,30 @@ def compared(
                 found.setdefault(
                     LinkBetween(pair), ratios(*(exchange_s(profile, holders, 1e8) for profile in (true, guess)))
                 )
-    return StepComparison((), 0.0, prediction, found)
+    return found
+
+
+def computed_s(plan: Plan, profile: ClusterProfile, rank: int) -> float:
+    """Seconds of forward and backward of a micro-batch through the stages of a rank, without what a group exchanges."""
+    seconds = 0.0
+    for number in plan.of_rank(rank):
+        _, index, stage = plan.numbered[number]
+        tokens = plan.pipelines[index].micro_batch * plan.sequence_length
+        device, ends = _member(profile, stage, rank), (stage.first, stage.last)
+        seconds += sum(compute_s(profile, device, *ends, tokens, op) for op in (Op.F, Op.B))
+        seconds += recompute_s(profile, device, *ends, tokens) if stage.recompute else 0.0
+    return seconds
+
+
+def _member(profile: ClusterProfile, stage: StagePlan, rank: int) -> DeviceProfile:
+    """The device of a rank, as fast as its share of a stage makes it."""
+    device = profile.devices[rank]
+    if not stage.grouped:
+        return device
+    share = stage.share(stage.ranks.index(rank))
+    return replace(
+        device, layers={kind: member_times(profile, device, kind, share, 1.0).rest for kind in device.layers}
+    )
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ import itertools
 import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hetero_mpi.planning.types.cluster_changes import SECONDS, STEP_SECONDS
-from hetero_mpi.planning.types.profile import ClusterProfile, Curve, CurveKey, DeviceProfile
+from hetero_mpi.planning.types.profile import TABLES, ClusterProfile, Curve, DeviceProfile, LayerTimes
 from hetero_mpi.util.grouping import grouped
 
 MIN_NOISE = 0.03
@@ -175,11 +175,12 @@ def pooled(profile: ClusterProfile) -> ClusterProfile:
         for agreeing in _agreeing([profile.devices[rank] for rank in like]):
             knots, figures = _common_figures(agreeing)
             for device in agreeing:
-                fitted = {}
-                for key, curve in _sampled_curves(device).items():
-                    tokens, seconds = zip(*knots[key], strict=True)
-                    fitted[key] = replace(curve, tokens=tokens, seconds=seconds)
-                device_by_rank[device.rank] = replace(device.with_curves(fitted), **figures)  # type: ignore[arg-type]
+                tables: dict[str, dict[str, LayerTimes]] = {name: dict(getattr(device, name)) for name in TABLES}
+                for (table, kind, part), curve in _sampled_curves(device).items():
+                    tokens, seconds = zip(*knots[table, kind, part], strict=True)
+                    fitted = replace(curve, tokens=tokens, seconds=seconds)
+                    tables[table][kind] = replace(tables[table][kind], **{part: fitted})
+                device_by_rank[device.rank] = replace(device, **tables, **figures)  # type: ignore[arg-type]
     return replace(profile, devices=tuple(device_by_rank[rank] for rank in range(len(profile.devices))))
 
 
@@ -195,8 +196,16 @@ def like_ranks(profile: ClusterProfile) -> list[list[int]]:
     return list(grouped(range(len(profile.devices)), kind).values())
 
 
-def _sampled_curves(device: DeviceProfile) -> dict[CurveKey, Curve]:
-    return {key: curve for key, curve in device.curves.items() if curve.samples}
+_CurveKey = tuple[str, str, str]
+"""(table, layer kind, part)"""
+
+
+def _sampled_curves(device: DeviceProfile) -> dict[_CurveKey, Curve]:
+    keys = (
+        (table, kind, part.name) for table in TABLES for kind in getattr(device, table) for part in fields(LayerTimes)
+    )
+    curve_by_key = {key: getattr(getattr(device, key[0])[key[1]], key[2]) for key in keys}
+    return {key: curve for key, curve in curve_by_key.items() if curve is not None and curve.samples}
 
 
 def _points(curve: Curve) -> list[_Point]:
@@ -209,8 +218,7 @@ def _agreeing(like: Sequence[DeviceProfile]) -> list[list[DeviceProfile]]:
     keys = [key for key in curves_by_device[0] if all(key in curves for curves in curves_by_device)]
     if len(like) == 1 or not keys:
         return [[device] for device in like]
-    times = ([[seconds for _, seconds in _points(curves[key])] for key in keys] for curves in curves_by_device)
-    levels = np.array([[np.median(np.log(np.maximum(1e-12, curve))) for curve in curves] for curves in times])
+    levels = np.array([[_level(curves[key]) for key in keys] for curves in curves_by_device])
     levels -= np.median(levels, axis=0)
     # Points of a curve, and of a separately timed table, may share noise.
     names = list(dict.fromkeys(table for table, _, _ in keys))
@@ -235,13 +243,18 @@ def _error(levels: Any) -> float:
     return math.sqrt(2) * median_error(sigma_of(rest.ravel()), count)
 
 
-def _common_figures(agreeing: Sequence[DeviceProfile]) -> tuple[dict[CurveKey, Sequence[_Point]], dict[str, float]]:
+def _level(curve: Curve) -> float:
+    """Median of the logarithms of a curve's sampled times."""
+    return statistics.median(math.log(max(1e-12, seconds)) for _, seconds in _points(curve))
+
+
+def _common_figures(agreeing: Sequence[DeviceProfile]) -> tuple[dict[_CurveKey, Sequence[_Point]], dict[str, float]]:
     """Pool the devices' samples and return the knots of the fitted curves, and the median figures."""
-    points: dict[CurveKey, list[_Point]] = {}
+    points: dict[_CurveKey, list[_Point]] = {}
     for device in agreeing:
         for key, curve in _sampled_curves(device).items():
             points.setdefault(key, []).extend(_points(curve))
-    noise = point_noise(agreeing)
+    noise = max(MIN_NOISE, _scatter_of([curve for device in agreeing for curve in _sampled_curves(device).values()]))
     figures = {}
     for name in POOLED_FIGURES:
         values = [getattr(device, name) for device in agreeing]
@@ -265,10 +278,10 @@ def _significant_counts(curves: Sequence[Sequence[_Point]], noise: float) -> set
     return {count for count, row in errors.items() if abs(statistics.median(row)) > limits[count]}
 
 
-def point_noise(devices: Iterable[DeviceProfile]) -> float:
+def _scatter_of(curves: Sequence[Curve]) -> float:
     """Relative noise of a point: its residual, less the deviation common to curves with the same token counts."""
     errors_by_tokens: dict[tuple[int, ...], list[list[float]]] = {}
-    for curve in (curve for device in devices for curve in _sampled_curves(device).values()):
+    for curve in curves:
         points = _points(curve)
         if len(points) > 2 and min(point.seconds for point in points) > 0:
             line = _line(points, [points[0].tokens, points[-1].tokens])
@@ -280,4 +293,4 @@ def point_noise(devices: Iterable[DeviceProfile]) -> float:
             # A line takes two of a curve's points, and the median one of the curves.
             free = (1 - 2 / len(errors[0])) * (1 - 1 / len(errors))
             residuals += [float(residual) / math.sqrt(free) for residual in rest.ravel()]
-    return max(MIN_NOISE, sigma_of(residuals))
+    return sigma_of(residuals)

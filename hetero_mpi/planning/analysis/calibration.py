@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
-
-from hetero_mpi.planning.fit import like_ranks, median_error, point_noise, sigma_of
-from hetero_mpi.planning.schedule import Op, holders
+from hetero_mpi.planning.fit import like_ranks, median_error, sigma_of
+from hetero_mpi.planning.schedule import holders
 from hetero_mpi.planning.types.cluster_changes import AnyLink, with_slowness
 from hetero_mpi.planning.types.plan import ALL_RANKS_WORK, Alone, IdleRank, Plan, PlanReport
-from hetero_mpi.planning.types.profile import ClusterProfile, CurveKey
+from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.sizes import GRADIENT_BYTES
 from hetero_mpi.util import units
 from hetero_mpi.util.grouping import grouped
@@ -28,25 +26,18 @@ MIN_STANDARD_ERRORS = 1.5
 """Deviations within this many standard errors change nothing."""
 MIN_LINK_RATIO = 0.1
 """Minimum ratio of a link's measured to its predicted time, after copies are subtracted."""
-CLASS_ERROR, RANK_ERROR, MIN_CURVE_ERROR = 0.2, 0.05, 0.05
-"""Prior relative errors of layer times: of a class of like ranks, of a rank within it, and of a curve in an exact profile."""
-_STRETCH_FACTOR = 1.01
-"""Factor for the numerical derivative of an operation's time with respect to a curve."""
 
 Key = TypeVar("Key", bound=Hashable)
 Pair = tuple[int, int]
 Ratios = Sequence[float]
 """Measured over predicted seconds, one value per step."""
-Predicted = Callable[[ClusterProfile], Mapping[int, Mapping[Op, float]]]
-"""Seconds of each rank's operations with a profile."""
 
 
 @dataclass(frozen=True)
-class RankOperation:
-    """An operation of a rank. If optimizer steps are not measured, the ratio of the rank's passes is used."""
+class OptimizerSteps:
+    """A rank's optimizer steps. If they are not measured, the ratio of the rank's passes is used."""
 
     rank: int
-    op: Op
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,7 @@ class LinkBetween:
 
 WatchedPart = int | GroupSums | LinkBetween
 """A part of a step with its own speed. An int stands for the passes of a rank, or of the group that it leads."""
-Part = WatchedPart | RankOperation
+Part = WatchedPart | OptimizerSteps
 
 
 def part_text(part: WatchedPart, hosts: Sequence[str]) -> str:
@@ -93,26 +84,18 @@ def drifted_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Watched
     return calibrated_profile(profile, plan, ratios_by_part)
 
 
-def calibrated_profile(
-    profile: ClusterProfile, plan: Plan, ratios: Mapping[Part, Ratios], predicted: Predicted | None = None
-) -> ClusterProfile:
+def calibrated_profile(profile: ClusterProfile, plan: Plan, ratios: Mapping[Part, Ratios]) -> ClusterProfile:
     """Calibrate ranks, group all-reduces and links to the measured steps of ``plan``.
 
     Unmeasured parts follow measured parts of the same kind: the same device on similar hosts, or links between the same hosts.
-    Measured passes calibrate each curve of layer times if they can be ``predicted``.
     """
-    stand_ins = {
-        rank: rank if rank in ratios else plan.leader_of.get(rank, rank) for rank in range(len(profile.devices))
-    }
-    computing = {rank: ratios[measured] for rank, measured in stand_ins.items() if measured in ratios}
-    operations = {part: values for part, values in ratios.items() if isinstance(part, RankOperation)}
-    optimizer = {part.rank: values for part, values in operations.items() if part.op is Op.STEP}
-    passes = {part: values for part, values in operations.items() if part.op is not Op.STEP}
+    computing = {part: values for part, values in ratios.items() if isinstance(part, int)}
+    for rank, leader in plan.leader_of.items():
+        if leader in computing:
+            computing.setdefault(rank, computing[leader])
+    optimizer = {part.rank: values for part, values in ratios.items() if isinstance(part, OptimizerSteps)}
     class_of = {rank: index for index, like_group in enumerate(like_ranks(profile)) for rank in like_group}
     slowness, of_optimizer = (factors(values, class_of, class_of.__getitem__) for values in (computing, optimizer))
-    of_curves: dict[int, dict[CurveKey, float]] = {}
-    if passes and predicted is not None:
-        slowness, of_curves = _curve_ratios(profile, passes, predicted, class_of)
     links = {part.ranks: values for part, values in ratios.items() if isinstance(part, LinkBetween)}
     sums = dict[str, list[float]]()
     for part, values in ratios.items():
@@ -125,15 +108,20 @@ def calibrated_profile(
     ranks_of = grouped(range(len(profile.devices)), lambda rank: profile.devices[rank].host)
     of_hosts = factors(sums, ranks_of, lambda name: tuple(sorted(class_of[rank] for rank in ranks_of[name])))
     hosts = tuple(
-        replace(host, sum_latency_s=host.sum_latency_s * ratio, sum_bytes_per_s=speed and speed / ratio)
-        for host, speed, ratio in ((host, host.sum_bytes_per_s, of_hosts.get(host.name, 1.0)) for host in profile.hosts)
+        host
+        if host.sum_bytes_per_s is None
+        else replace(host, sum_latency_s=host.sum_latency_s * ratio, sum_bytes_per_s=host.sum_bytes_per_s / ratio)
+        for host, ratio in ((host, of_hosts.get(host.name, 1.0)) for host in profile.hosts)
     )
-    return _with_links(replace(with_slowness(profile, slowness, of_optimizer, of_curves), hosts=hosts), plan, links)
+    return _with_links(replace(with_slowness(profile, slowness, of_optimizer), hosts=hosts), plan, links)
 
 
 def factors(measured: Mapping[Key, Ratios], items: Iterable[Key], kind: Callable[[Key], Hashable]) -> dict[Key, float]:
     """Calibration factor of each key: its class's median ratio times its own deviation from it, both reduced by the noise."""
-    medians, errors = _log_ratios(measured)
+    logs = {key: [math.log(ratio) for ratio in ratios if 0 < ratio < math.inf] for key, ratios in measured.items()}
+    medians = {key: statistics.median(step_logs) for key, step_logs in logs.items() if step_logs}
+    sigma = _step_noise([step_logs for step_logs in logs.values() if step_logs])
+    errors = {key: max(MIN_RATIO_ERROR, median_error(sigma, len(logs[key]))) for key in medians}
     factor_by_key = {}
     for keys in grouped(items, kind).values():
         timed = [key for key in keys if key in medians]
@@ -144,45 +132,6 @@ def factors(measured: Mapping[Key, Ratios], items: Iterable[Key], kind: Callable
                 step_logs = _threshold(medians[key] - median, errors[key]) if key in medians else 0.0
                 factor_by_key[key] = math.exp(common + step_logs)
     return factor_by_key
-
-
-def _log_ratios(measured: Mapping[Key, Ratios]) -> tuple[dict[Key, float], dict[Key, float]]:
-    """Return the median of each key's log ratios, and its standard error."""
-    logs = {key: [math.log(ratio) for ratio in ratios if 0 < ratio < math.inf] for key, ratios in measured.items()}
-    medians = {key: statistics.median(step_logs) for key, step_logs in logs.items() if step_logs}
-    sigma = _step_noise([step_logs for step_logs in logs.values() if step_logs])
-    return medians, {key: max(MIN_RATIO_ERROR, median_error(sigma, len(logs[key]))) for key in medians}
-
-
-def _curve_ratios(
-    profile: ClusterProfile, passes: Mapping[RankOperation, Ratios], predicted: Predicted, class_of: Mapping[int, int]
-) -> tuple[dict[int, float], dict[int, dict[CurveKey, float]]]:
-    """Divide the deviations of measured passes among ranks and curves of layer times, by Gaussian regression.
-
-    A curve's prior error is its rank's plus its own, which grows with the noise of the profile. Like ranks share both errors.
-    """
-    medians, errors = _log_ratios(passes)
-    keys = list(dict.fromkeys(key for device in profile.devices for key in device.curves))
-    before_s, columns = predicted(profile), []
-    for key in keys:
-        after_s = predicted(with_slowness(profile, {}, None, {rank: {key: _STRETCH_FACTOR} for rank in class_of}))
-        columns.append([math.log(after_s[p.rank][p.op] / before_s[p.rank][p.op]) for p in medians])
-    shares, ranks = np.array(columns).T / math.log(_STRETCH_FACTOR), np.array([part.rank for part in medians])
-    classes = np.array([class_of[rank] for rank in ranks.tolist()])
-    logs = np.array([_threshold(medians[part], errors[part]) for part in medians])
-    same_rank = ranks[:, None] == ranks
-    unlike = logs - same_rank @ logs / same_rank.sum(axis=1)
-    unlike_variance = float(unlike @ unlike) / max(1, len(logs) - len({*ranks.tolist()}))
-    curve_variance = max(MIN_CURVE_ERROR**2, point_noise(profile.devices) ** 2, unlike_variance)
-    covariance = (classes[:, None] == classes) * (CLASS_ERROR**2 + curve_variance * shares @ shares.T)
-    covariance += same_rank * RANK_ERROR**2 + np.diag([error**2 for error in errors.values()])
-    weights = np.linalg.solve(covariance, logs)
-    slowness, curve_ratios = dict[int, float](), dict[int, dict[CurveKey, float]]()
-    for rank, index in class_of.items():
-        alike = weights * (classes == index)
-        slowness[rank] = math.exp(CLASS_ERROR**2 * alike.sum() + RANK_ERROR**2 * weights[ranks == rank].sum())
-        curve_ratios[rank] = dict(zip(keys, np.exp(curve_variance * alike @ shares).tolist(), strict=True))
-    return slowness, curve_ratios
 
 
 def _threshold(difference: float, error: float) -> float:

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from hetero_mpi.planning.analysis.calibration import (
     GroupSums,
     LinkBetween,
+    OptimizerSteps,
     Pair,
     Part,
-    RankOperation,
     WatchedPart,
     calibrated_profile,
     part_text,
@@ -36,7 +36,6 @@ from hetero_mpi.planning.schedule import COMPUTE, COMPUTING, Action, Event, Meas
 from hetero_mpi.planning.types.cluster_changes import with_free_links
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
-from hetero_mpi.util.grouping import grouped
 
 MIN_CROWDED_STRETCH = 1.1
 """Minimum ratio of wall time to CPU time at which ranks are assumed to wait for other programs."""
@@ -99,10 +98,10 @@ class RankMeasurement:
         """Seconds in forwards and backwards, including group all-reduces."""
         return sum(self.computing_s.get(op.value, 0.0) for op in COMPUTE)
 
-    def own_s(self, op: Op) -> float:
-        """Seconds of an operation, forwards and backwards without their share of group all-reduces."""
-        share = self.sums_s / self.passes_s if op in COMPUTE and self.passes_s > 0 else 0.0
-        return (1 - share) * self.computing_s.get(op.value, 0.0)
+    @property
+    def own_share(self) -> float:
+        """Fraction of forward and backward time that is not spent in group all-reduces."""
+        return (self.passes_s - self.sums_s) / self.passes_s if self.passes_s > 0 else 1.0
 
 
 StepByRank = Mapping[int, RankMeasurement]
@@ -113,7 +112,7 @@ class StepPrediction:
     """Predicted counterparts of ``RankMeasurement``."""
 
     def __init__(self, plan: Plan, profile: ClusterProfile, schedule: Schedule) -> None:
-        self.plan, self.profile, self.schedule = plan, profile, schedule
+        self.plan, self.profile, self._schedule = plan, profile, schedule
         self._costs = Durations(plan, profile)
         self._crowded = self._costs.profile is not profile
         """Whether ranks have less than one core per thread."""
@@ -161,7 +160,7 @@ class StepPrediction:
     def computing_s(self) -> dict[int, dict[Op, float]]:
         """Map rank and operation to seconds per step, excluding all-reduces and the optimizer's fixed time."""
         seconds_by_rank = dict[int, dict[Op, float]]()
-        for rank, actions in self.schedule.items():
+        for rank, actions in self._schedule.items():
             rank_seconds = seconds_by_rank.setdefault(rank, {})
             for action in actions:
                 if action.op in COMPUTING:
@@ -178,7 +177,7 @@ class StepPrediction:
         seconds_by_group = dict[tuple[int, ...], float]()
         for _, _, stage in self.plan.numbered:
             if stage.grouped:
-                passes = [action for action in self.schedule[stage.ranks[0]] if action.op in COMPUTE]
+                passes = [action for action in self._schedule[stage.ranks[0]] if action.op in COMPUTE]
                 with_s, without_s = (
                     sum(costs.cost_of(action)[0] for action in passes) for costs in (self._costs, self._free_of_sums)
                 )
@@ -301,45 +300,51 @@ class StepComparison(StepTimes):
     prediction: StepPrediction
     ratios: Mapping[Part, Sequence[float]]
     """Measured over predicted seconds, one value per step in which the part is significant."""
+    operations: Mapping[int, Mapping[Op, float]]
+    """Rank -> operation -> median ratio of measured to predicted seconds."""
 
     @classmethod
     def from_steps(cls, prediction: StepPrediction, steps: Sequence[StepByRank], predicted_s: float) -> StepComparison:
         """Compare ``steps`` with a predicted step of ``predicted_s`` seconds."""
         ratios = dict[Part, list[float]]()
-        leaders = prediction.plan.leader_of
+        operations = dict[int, dict[Op, list[float]]]()
         for step in steps:
             for rank, own_s in prediction.computing_s.items():
-                # A group is predicted to take as long as its slowest member.
-                members = [step[peer] for peer in step if leaders.get(peer, peer) == leaders.get(rank, rank)]
+                record = step[rank]
                 for op, seconds in own_s.items():
-                    measured_s = max(record.own_s(op) for record in members)
+                    measured_s = record.computing_s.get(op.value, 0.0) * (record.own_share if op in COMPUTE else 1.0)
                     if seconds > 0 and measured_s > 0 and prediction.matters(measured_s, seconds):
-                        ratios.setdefault(RankOperation(rank, op), []).append(measured_s / seconds)
-            computing_s = {rank: sum(map(record.own_s, COMPUTE)) for rank, record in step.items()}
+                        operations.setdefault(rank, {}).setdefault(op, []).append(measured_s / seconds)
+            computing_s = {rank: record.own_share * record.passes_s for rank, record in step.items()}
             sums_s = {rank: record.sums_s for rank, record in step.items()}
             for part, ratio in prediction.ratios(computing_s, sums_s, _messages_s(prediction, step)).items():
                 ratios.setdefault(part, []).append(ratio)
-        steps_s = tuple(statistics.fmean(record.wall_s for record in step.values()) for step in steps)
-        return cls(steps_s, predicted_s, prediction, ratios)
+        for rank, of_rank in operations.items():
+            if Op.STEP in of_rank:
+                ratios[OptimizerSteps(rank)] = of_rank[Op.STEP]
+        return cls(
+            tuple(statistics.fmean(record.wall_s for record in step.values()) for step in steps),
+            predicted_s,
+            prediction,
+            ratios,
+            {rank: {op: statistics.median(record) for op, record in of.items()} for rank, of in operations.items()},
+        )
 
     def calibrated_profile(self) -> ClusterProfile:
         """The profile calibrated to the measured steps."""
-        profile, plan, schedule = self.prediction.profile, self.prediction.plan, self.prediction.schedule
-        return calibrated_profile(profile, plan, self.ratios, lambda p: StepPrediction(plan, p, schedule).computing_s)
+        return calibrated_profile(self.prediction.profile, self.prediction.plan, self.ratios)
 
     def deviations(self) -> list[str]:
         """Describe the parts that deviate, largest deviation first; empty unless the whole step deviates."""
         if _deviation(self.ratio) <= MIN_DEVIATION:
             return []
         hosts, lines = [device.host for device in self.prediction.profile.devices], list[tuple[float, str]]()
-        medians = {part: statistics.median(ratios) for part, ratios in self.ratios.items()}
-        operations = [part for part in medians if isinstance(part, RankOperation)]
-        for rank, parts in grouped(operations, lambda part: part.rank).items():
-            of = {_NAMES[part.op]: medians[part] for part in parts}
-            named = [f"{name} {ratio:.3g}" for name, ratio in of.items() if _deviation(ratio) > MIN_DEVIATION]
+        for rank, of in self.operations.items():
+            named = [f"{_NAMES[op]} {ratio:.3g}" for op, ratio in of.items() if _deviation(ratio) > MIN_DEVIATION]
             lines.append((max(map(_deviation, of.values())), f"{part_text(rank, hosts)}: {', '.join(named)}"))
-        for part, ratio in medians.items():
+        for part, ratios in self.ratios.items():
             if isinstance(part, GroupSums | LinkBetween):
+                ratio = statistics.median(ratios)
                 lines.append((_deviation(ratio), f"{part_text(part, hosts)}: {ratio:.3g}"))
         far = [f"{text} times as long as predicted" for off, text in sorted(lines, reverse=True) if off > MIN_DEVIATION]
         return far[:MAX_NAMED] + [f"and {len(far) - MAX_NAMED} more"] * (len(far) > MAX_NAMED)

@@ -2,18 +2,20 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import Plan, StagePlan
 from hetero_mpi.planning.types.profile import (
     ANY_HOST,
     ITSELF,
+    TABLES,
     ClusterProfile,
-    CurveKey,
+    Curve,
     DeviceProfile,
     HostLinkProfile,
+    LayerTimes,
     LinkProfile,
 )
 from hetero_mpi.planning.types.request import PlanRequest
@@ -130,25 +132,27 @@ def with_copy_of(profile: ClusterProfile, rank: int) -> ClusterProfile:
 
 
 def with_slowness(
-    profile: ClusterProfile,
-    ratios: Mapping[int, float],
-    of_optimizer: Mapping[int, float] | None = None,
-    of_curves: Mapping[int, Mapping[CurveKey, float]] | None = None,
+    profile: ClusterProfile, ratios: Mapping[int, float], of_optimizer: Mapping[int, float] | None = None
 ) -> ClusterProfile:
-    """Slow ranks down by ``ratios``, optimizer steps instead by ``of_optimizer``, curves in addition by ``of_curves``."""
-    optimizer, all_curve_ratios = of_optimizer or {}, of_curves or {}
+    """Slow ranks down by ``ratios``, or in optimizer steps by ``of_optimizer`` (default: ``ratios``)."""
+    optimizer = of_optimizer or {}
 
     def slower(device: DeviceProfile) -> DeviceProfile:
-        ratio, curve_ratios = ratios.get(device.rank, 1.0), all_curve_ratios.get(device.rank, {})
-        curves = {
-            key: replace(
-                curve, seconds=tuple(seconds * ratio * curve_ratios.get(key, 1.0) for seconds in curve.seconds)
-            )
-            for key, curve in device.curves.items()
-        }
-        changed = {name: getattr(device, name) * ratio for name in SECONDS}
+        ratio = ratios.get(device.rank, 1.0)
+
+        def longer(curve: Curve | None) -> Any:
+            return curve and replace(curve, seconds=tuple(seconds * ratio for seconds in curve.seconds))
+
+        def all_of(table: Mapping[str, LayerTimes]) -> dict[str, LayerTimes]:
+            return {
+                kind: LayerTimes(*(longer(getattr(times, field.name)) for field in fields(times)))
+                for kind, times in table.items()
+            }
+
+        changed: dict[str, Any] = {name: all_of(getattr(device, name)) for name in TABLES}
+        changed |= {name: getattr(device, name) * ratio for name in SECONDS}
         changed |= {name: getattr(device, name) * optimizer.get(device.rank, ratio) for name in STEP_SECONDS}
-        return replace(device.with_curves(curves), **changed)
+        return replace(device, **changed)
 
     return replace(profile, devices=tuple(slower(device) for device in profile.devices))
 

@@ -3,8 +3,8 @@
 import bisect
 import itertools
 import statistics
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -95,12 +95,6 @@ class LayerTimes:
     """Second part of a split backward: gradients of the matrices."""
 
 
-TABLES = "layers", "halved", "without_experts"
-"""A device's tables of times by layer kind."""
-CurveKey = tuple[str, str, str]
-"""(table, layer kind, field of ``LayerTimes``)"""
-
-
 @dataclass(frozen=True, repr=False)
 class DeviceProfile(Displayed):
     """Measurements of one rank."""
@@ -143,19 +137,9 @@ class DeviceProfile(Displayed):
     without_experts: dict[str, LayerTimes] = field(default_factory=dict)
     """Times with half of the heads and no experts, where layers have experts."""
 
-    @property
-    def curves(self) -> dict[CurveKey, Curve]:
-        """All measured curves."""
-        all_times = ((name, kind, times) for name in TABLES for kind, times in getattr(self, name).items())
-        keys = {(name, kind, part.name): times for name, kind, times in all_times for part in fields(times)}
-        return {key: curve for key, times in keys.items() if (curve := getattr(times, key[2])) is not None}
 
-    def with_curves(self, curves: Mapping[CurveKey, Curve]) -> "DeviceProfile":
-        """Replace measured curves."""
-        tables: dict[str, dict[str, LayerTimes]] = {name: dict(getattr(self, name)) for name in TABLES}
-        for (name, kind, part), curve in curves.items():
-            tables[name][kind] = replace(tables[name][kind], **{part: curve})
-        return replace(self, **tables)  # type: ignore[arg-type]
+TABLES = "layers", "halved", "without_experts"
+"""A device's tables of times by layer kind."""
 
 
 @dataclass(frozen=True)

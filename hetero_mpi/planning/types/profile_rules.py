@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from hetero_mpi.planning.types.codec import encode
@@ -144,25 +144,28 @@ def _device_problems(device: DeviceProfile, trained: dict[str, int], path: str) 
         for kind in table:
             if kind not in trained:
                 yield f"{path}.{name}.{kind}: the model has no such layer; it has {', '.join(trained)}"
-            if (table[kind].input_s is None) != (table[kind].weight_s is None):
-                yield f"{path}.{name}.{kind}: input_s and weight_s are the two parts of the backward pass: set both or neither"
-    for key, curve in device.curves.items():
-        yield from _curve_problems(curve, key[2], trained.get(key[1], 0) > 0, f"{path}.{'.'.join(key)}")
+            yield from _times_problems(table[kind], trained.get(kind, 0) > 0, f"{path}.{name}.{kind}")
 
 
-def _curve_problems(curve: Curve, part: str, trained: bool, path: str) -> Iterator[str]:
-    """Check that a curve is positive, or 0 if nothing is computed (frozen first layers, no weight gradients)."""
-    yield from _sample_problems(curve, path)
-    nothing = part == "weight_s" or (part in ("backward_s", "input_s") and not trained)
-    if min(curve.seconds) == 0 and not (nothing and max(curve.seconds) == 0):
-        yield f"{path} = {list(curve.seconds)}: times must be above zero; correct them, or measure again"
-    if any(2 * more < less for less, more in itertools.pairwise(curve.seconds)):
-        yield (
-            f"{path} = {list(curve.seconds)} with {list(curve.tokens)} tokens: more tokens cannot take less than "
-            f"half the time; correct them, or measure again"
-        )
-    if max(curve.seconds) > MAX_LAYER_S:
-        yield f"{path} = {list(curve.seconds)}: must be at most {MAX_LAYER_S:,.0f} s; correct it"
+def _times_problems(times: LayerTimes, trained: bool, path: str) -> Iterator[str]:
+    """Check that curves are positive, or 0 if nothing is computed (frozen first layers, no weight gradients)."""
+    if (times.input_s is None) != (times.weight_s is None):
+        yield f"{path}: input_s and weight_s are the two parts of the backward pass: set both or neither"
+    for field in fields(times):
+        curve: Curve | None = getattr(times, field.name)
+        yield from _sample_problems(curve, f"{path}.{field.name}") if curve is not None else ()
+        nothing = field.name == "weight_s" or (field.name in ("backward_s", "input_s") and not trained)
+        if curve is not None and min(curve.seconds) == 0 and not (nothing and max(curve.seconds) == 0):
+            yield (
+                f"{path}.{field.name} = {list(curve.seconds)}: times must be above zero; correct them, or measure again"
+            )
+        if curve is not None and any(2 * more < less for less, more in itertools.pairwise(curve.seconds)):
+            yield (
+                f"{path}.{field.name} = {list(curve.seconds)} with {list(curve.tokens)} tokens: more tokens cannot take less than "
+                f"half the time; correct them, or measure again"
+            )
+        if curve is not None and max(curve.seconds) > MAX_LAYER_S:
+            yield f"{path}.{field.name} = {list(curve.seconds)}: must be at most {MAX_LAYER_S:,.0f} s; correct it"
 
 
 def _sample_problems(curve: Curve, path: str) -> Iterator[str]:
