@@ -89,8 +89,8 @@ class Search:
         self.rounds = LocalSearch(
             self.costs, self._step_s, self.clock.step_s, self._owned_s, 0 if request.allow_idle else self.max_used_ranks
         )
-        times = THOROUGH_FACTOR if request.thorough else self.costs[sizes[0]].effort
         self.effort, share = self.costs[sizes[0]].effort, min(1.0, len(self.ranks) / MAX_ALL_COUNTS_RANKS)
+        times = THOROUGH_FACTOR if request.thorough else self.effort
         limits = self.effort * SCREENING_ROUNDS, self.effort * IMPROVEMENT_ROUNDS, times * MAX_ANNEALING_LOOKS
         self.short, self.long, self.looks = (round(share * limit) for limit in limits)
         self.actions = times * MAX_SIMULATED_ACTIONS / (NIC_ACTIONS_FACTOR if shares_nics(profile) else 1)
@@ -175,15 +175,14 @@ class Search:
         close = sorted(best, key=lambda number: (best[number][1], number))
         most = self.effort * (MAX_COUNTS_IN_BRIEF if self.request.near_counts else MAX_PIPELINE_COUNTS)
         close = close[:1] if self.near else sorted(best) if len(self.ranks) <= MAX_ALL_COUNTS_RANKS else close[:most]
-        least_s = math.inf
+        least_s, improved = math.inf, dict[int, Start]()
         for number in close:
             if starts_by_count[number][0][1] <= MAX_SLOWDOWN_RATIO**self.effort * least_s:
-                best[number] = self._improved(starts_by_count[number], number, searches[number])
+                improved[number] = best[number] = self._improved(starts_by_count[number], number, searches[number])
                 least_s = min(least_s, best[number][1])
         is_brief = bool(self.near or self.request.near_counts) or len(self.ranks) == 1
         max_ratio = MAX_ANNEALED_RATIO if len(self.ranks) > MAX_ALL_COUNTS_RANKS else math.inf
-        for number in [] if is_brief else sorted(close, key=lambda number: best[number][1]):
-            start = best[number]
+        for number, start in [] if is_brief else sorted(improved.items(), key=lambda item: item[1][1]):
             if start[1] <= max_ratio * least_s:
                 best[number] = searches[number].annealed(start, HEAT, self.looks, self.actions, random.Random(0))
                 least_s = min(least_s, best[number][1])
