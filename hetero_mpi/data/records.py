@@ -303,7 +303,7 @@ def _parse_dialogue(text: str, key: str) -> list[ChatMessage]:
             f"'prompt' is missing, and {key!r} is not a conversation with a prompt (messages, or text with Human: and "
             f"Assistant:)",
         )
-    return [ChatMessage(_SPEAKERS[speaker], text.strip()) for speaker, text in zip(rest[::2], rest[1::2], strict=True)]
+    return [ChatMessage(_SPEAKERS[speaker], turn.strip()) for speaker, turn in zip(rest[::2], rest[1::2], strict=True)]
 
 
 def _prompt_messages(fields: _RecordFields, question: str) -> list[ChatMessage]:

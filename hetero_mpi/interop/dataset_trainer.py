@@ -4,7 +4,6 @@ A script for TRL or transformers trains under mpirun as soon as it imports its t
 """
 
 import glob
-import json
 import math
 import os
 import re
@@ -29,6 +28,7 @@ from hetero_mpi.interop.export import export, push_directory, push_obstacle
 from hetero_mpi.interop.other_tools import convert_arguments
 from hetero_mpi.interop.trainer_events import TrainerEvents
 from hetero_mpi.interop.trainer_inputs import Rows, require
+from hetero_mpi.model.files.model_files import read_json
 from hetero_mpi.objectives import objective
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.rundir.logs import write_line
@@ -133,7 +133,7 @@ class DatasetTrainer:
             for reason in dict.fromkeys(why for _, why in ignored)
         ]
         file = Path(self._name) / "config.json"
-        config = model.config.to_dict() if loaded else json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        config = model.config.to_dict() if loaded else read_json(file, "") if file.is_file() else {}
         unsupported += trainer_arguments.convert_lora(values, config, peft_config)
         main = f"eval_{next(iter(self._tests), '')}".removesuffix("_") + "_loss"
         if settings.load_best_model_at_end and settings.metric_for_best_model not in (None, "loss", main, main[5:]):

@@ -20,6 +20,7 @@ from hetero_mpi.job.contradictions import objectives_by_key
 from hetero_mpi.job.load import job_from_tables
 from hetero_mpi.job.schema import DataTable
 from hetero_mpi.model.files import hub
+from hetero_mpi.model.files.model_files import read_json
 from hetero_mpi.rundir import trackers
 from hetero_mpi.util import toml
 from hetero_mpi.util.disk import write_errors
@@ -213,7 +214,7 @@ class _Draft(JobDraft):
             self._put("data.weights", [number_of(share) for share in shares], "weights")
         tokens = int(self._count("length", 2)) * (2 if self.pairs else 1)  # the last token is a target only
         file = self.directory / hub.directory_of(str(self.values["model.path"][0])) / "config.json"
-        config = json.loads(file.read_text("utf-8")) if self.pairs and file.is_file() else {}
+        config = read_json(file, "") if self.pairs and file.is_file() else {}
         length = min(tokens - 1, config.get("max_position_embeddings") or tokens)
         if length < tokens - 1:
             self._leave_part("length", f"pairs share a sequence; the model has {length} positions", differs=True)

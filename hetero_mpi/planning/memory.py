@@ -193,8 +193,7 @@ def warm_ups(pipeline: PipelinePlan) -> tuple[int, ...]:
     if pipeline.order == WARM_UP:
         return tuple(stage.warm_up for stage in pipeline.stages)
     computed = {rank: [*actions] for rank, actions in computed_by_rank(pipeline).items()}
-    leaders = enumerate(stage.ranks[0] for stage in pipeline.stages)
-    texts = ("".join(op for op, i, _ in computed[rank] if i == index) for index, rank in leaders)
+    texts = ("".join(op for op, i, _ in computed[stage.ranks[0]] if i == n) for n, stage in enumerate(pipeline.stages))
     forwards = (len(ops) - len(ops.lstrip("F")) for ops in texts)
     return tuple(count - (count < pipeline.micro_batches) for count in forwards)
 

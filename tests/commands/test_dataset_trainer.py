@@ -144,14 +144,8 @@ def test_what_is_not_trained_so_beside_an_adapter_is_refused() -> None:
 
 def test_before_training_there_is_a_model_to_look_at() -> None:
     Path("model").mkdir()
-    sizes = {
-        "hidden_size": 8,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vocab_size": 16,
-        "intermediate_size": 8,
-    }
-    Path("model/config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 8) | {"num_hidden_layers": 2, "num_attention_heads": 2}
+    Path("model/config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 16, **sizes}))
     rank = {"r": 2, "target_modules": ["q_proj"]}
     trainer = hetero_mpi.Trainer("model", {}, train_dataset=ROWS, peft_config=LoraConfig(**rank))
     assert trainer.model.get_nb_trainable_parameters()[0] == 2 * 2 * (8 + 8) and trainer.model is trainer.model

@@ -320,11 +320,11 @@ def test_a_processor_keeps_slices_beside_the_pages_that_it_reads_only(speed: flo
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"on_disk": 5}, "on_disk = 5: must be 0 to 4"),
-        ({"on_disk": -1}, "on_disk = -1: must be 0 to 4"),
-        ({"on_disk": 1, "streamed": False}, "on_disk = 1: must be 0 to 0"),
-        ({"kept_slices": 3, "slice_sequences": 2}, "kept_slices = 3: must be 0 to 2"),
-        ({"kept_slices": 1, "streamed": False}, "kept_slices = 1: must be 0 to 0"),
+        ({"on_disk": 5}, "on_disk = 5: must be 0 to 4 (blocks of an offloaded stage with adapters)"),
+        ({"on_disk": -1}, "on_disk = -1: must be 0 to 4 (blocks of an offloaded stage with adapters)"),
+        ({"on_disk": 1, "streamed": False}, "on_disk = 1: must be 0 to 0 (blocks of an offloaded stage with adapters)"),
+        ({"kept_slices": 3, "slice_sequences": 2}, "kept_slices = 3: must be 0 to 2 (slices of an offloaded stage)"),
+        ({"kept_slices": 1, "streamed": False}, "kept_slices = 1: must be 0 to 0 (slices of an offloaded stage)"),
     ],
 )
 def test_layers_on_disk_and_slices_of_a_plan_by_hand(changes: dict[str, object], told: str) -> None:
@@ -333,7 +333,7 @@ def test_layers_on_disk_and_slices_of_a_plan_by_hand(changes: dict[str, object],
     plan = plan_of(profile, stage, StagePlan((1,), 5, 10, 0))
     with pytest.raises(UserError) as caught:
         complete_plan(plan, profile, PlanRequest(8, SEQUENCE, (4,)))
-    assert told in str(caught.value)
+    assert str(caught.value) == f"plan: pipelines[0].stages[0].{told}"
 
 
 def test_stages_are_streamed_where_nothing_fits_otherwise() -> None:

@@ -221,7 +221,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
          ("[model] shard_cache = \"away/cache\"", "points outside the job file's directory", "absolute path")),
     "run-directory-in-use": ({}, ("one run at a time", f"process {os.getpid()}", "--run-dir")),
     "long-sequences": ({"data": {"sequence_length": 100}},
-                       ("[data] sequence_length = 100", "positions for 64 tokens")),
+                       ("[data] sequence_length = 100", "positions for 64 tokens", "lower it")),
     "no-such-device": ({"cluster": {"device": "cuda"}, "profile": {"path": ""}},
                        ("device 'cuda' is not available", "supports cpu", 'set device = "auto"')),
     "damaged-before-loading": (damaged_elsewhere, ("rank 0 on ", "damaged-before-loading-model/model.safetensors")),

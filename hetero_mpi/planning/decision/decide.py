@@ -329,7 +329,7 @@ def _decide_alone(profile: ClusterProfile, request: PlanRequest, rank: int) -> D
     single = restricted(profile, [rank])
     request = replace(
         request,
-        micro_batch_choices=request.alone_micro_batch_choices or request.micro_batch_choices,
+        micro_batch_choices=_sizes(request),
         max_pipelines=1,
         schedule="auto",
         indifference=0.0,
@@ -379,11 +379,14 @@ def faster_single_rank(
     return replace(single, at_work_s=decision.step_s if all_work else decision.at_work_s)
 
 
+def _sizes(request: PlanRequest) -> tuple[int, ...]:
+    return request.alone_micro_batch_choices or request.micro_batch_choices
+
+
 def _bound_s(profile: ClusterProfile, request: PlanRequest, rank: int) -> float:
     """Lower bound of the step time on ``rank`` alone, in seconds: its compute time with unlimited memory."""
     device = profile.devices[rank]
-    sizes = request.alone_micro_batch_choices or request.micro_batch_choices
-    sequence_s = min(whole_model_s(profile, device, n * request.sequence_length) / n for n in sizes)
+    sequence_s = min(whole_model_s(profile, device, n * request.sequence_length) / n for n in _sizes(request))
     trained = sum(layer.trainable_parameters for layer in profile.model.layers)
     stepping_s = optimizer_s(profile, device, trained)
     return request.global_batch * sequence_s + stepping_s

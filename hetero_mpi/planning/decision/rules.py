@@ -19,12 +19,13 @@ def plan_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     if plan.layers != layers:
         chain = units.layers(0, layers, layers, plan.sequence_length)
         yield f"layers = {plan.layers}: the model's chain has {layers} layers ({chain})"
-    yield from chain_problems(plan)
+    yield from chain_problems(plan, profile.model)
     yield from _rank_problems(plan, profile)
 
 
-def chain_problems(plan: Plan) -> Iterator[str]:
-    """Yield problems of a plan that no profile could remedy."""
+def chain_problems(plan: Plan, model: ModelCost | None = None) -> Iterator[str]:
+    """Yield problems of a plan with any ranks; without ``model``, those with any model."""
+    layers = plan.layers if model is None else len(model.layers)
     if not plan.pipelines:
         yield "pipelines = []: a plan needs at least one pipeline"
     for index, pipeline in enumerate(plan.pipelines):
@@ -47,13 +48,16 @@ def chain_problems(plan: Plan) -> Iterator[str]:
             slices = stage.slices(pipeline.micro_batch) * stage.streamed
             if not 0 <= stage.kept_slices <= slices:
                 yield f"{where}.kept_slices = {stage.kept_slices}: must be 0 to {slices} (slices of an offloaded stage)"
+            max_on_disk = len(stage.blocks(layers)) * (stage.streamed and (model is None or not model.trained_whole))
+            if not 0 <= stage.on_disk <= max_on_disk:
+                yield f"{where}.on_disk = {stage.on_disk}: must be 0 to {max_on_disk} (blocks of an offloaded stage with adapters)"
             if not 0 < stage.state_weight < math.inf:
                 yield f"{where}.state_weight = {stage.state_weight}: must be a number above 0"
             if pipeline.split_backward and number > 0 and (stage.streamed or stage.slice_sequences is not None):
                 yield f"{where} is streamed or computed in slices, so its backward cannot be split: remove split_backward"
             expected = stage.last
-        if expected != plan.layers:
-            yield f"pipelines[{index}] ends with layer {expected - 1}: the chain's last layer is {plan.layers - 1}"
+        if expected != layers:
+            yield f"pipelines[{index}] ends with layer {expected - 1}: the chain's last layer is {layers - 1}"
         if not 1 <= pipeline.micro_batch <= pipeline.sequences:
             yield (
                 f"pipelines[{index}]: micro_batch = {pipeline.micro_batch} of sequences = {pipeline.sequences}: must be at "
@@ -69,9 +73,6 @@ def _rank_problems(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     used: dict[int, tuple[int, StagePlan]] = {}
     for number, index, stage in plan.numbered:
         yield from group_problems(number, stage, plan, profile)
-        max_on_disk = len(stage.blocks(plan.layers)) * (stage.streamed and not profile.model.trained_whole)
-        if not 0 <= stage.on_disk <= max_on_disk:
-            yield f"stage {number}: on_disk = {stage.on_disk}: must be 0 to {max_on_disk} (offloaded blocks with adapters)"
         splits = plan.pipelines[index].split_backward and stage.first > 0
         for rank in stage.ranks:
             where = f"stage {number} names rank {rank}"
@@ -92,7 +93,7 @@ def _reuse(where: str, pipeline: PipelinePlan, same: bool, stage: StagePlan, ear
         yield f"{where}: a rank can be in one pipeline only"
     elif pipeline.order not in INTERLEAVINGS:
         orders = " or ".join(sorted(INTERLEAVINGS))
-        yield (f"{where}, and the pipeline's order is {pipeline.order!r}: several stages per rank need {orders}")
+        yield f"{where}, and the pipeline's order is {pipeline.order!r}: several stages per rank need {orders}"
     if stage.streamed or earlier.streamed:
         yield f"{where}: a rank with an offloaded stage can hold no other stage"
     if stage.state_weight != earlier.state_weight:

@@ -75,8 +75,8 @@ class Costs:
     """Cache of ``times``, keyed by ranks, layer counts and ways."""
     _paced: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict, init=False)
     """Cache of ``paced`` depths, keyed by ranks, layer counts, sequences, ``allowance`` and ``repeat``."""
-    _paces: dict[tuple[Any, ...], tuple[list[float], list[float], list[int]]] = field(default_factory=dict, init=False)
-    """Cache of ``_pace``, keyed by ranks and layer counts."""
+    _bases: dict[tuple[Any, ...], tuple[list[float], list[float], list[int]]] = field(default_factory=dict, init=False)
+    """Cache of ``_basis``, keyed by ranks and layer counts."""
 
     @property
     def count(self) -> int:
@@ -194,7 +194,7 @@ class Costs:
         if deepest == self.deepest:
             return self
         shared = copy.copy(self)
-        shared.deepest, shared._paced, shared._paces, shared._bytes = deepest, {}, {}, {}
+        shared.deepest, shared._paced, shared._bases, shared._bytes = deepest, {}, {}, {}
         if pipelines == math.inf:
             grid, kinds = self.grid(pipelines), {(room.ratio, room.in_host_memory) for room in self.rooms}
             for way, kind in itertools.product(deepest, kinds):
@@ -309,7 +309,7 @@ class Costs:
         return line._replace(flying=tuple(min(depth + 1, line.micro_batches) for depth in depths))
 
     def _depths(self, line: Line, allowance: float, repeat: bool) -> tuple[int, ...]:
-        compute, hops, max_depths = self._pace(line.ranks, line.counts)
+        compute, hops, max_depths = self._basis(line.ranks, line.counts)
         warm_up = paced_each(compute, hops, period_s(compute, hops), allowance)
         flying = [min(line.micro_batches, depth + 1) for depth in warm_up]
         if repeat or len(self.ways) < 2:
@@ -318,9 +318,9 @@ class Costs:
             flying[stage] = min(flying[stage], depth) if depth >= len(max_depths) - stage else flying[stage]
         return falling(flying)
 
-    def _pace(self, ranks: tuple[int, ...], counts: tuple[int, ...]) -> tuple[list[float], list[float], list[int]]:
-        """Compute seconds and maximum depth of each stage with the fastest strategy that fits; message seconds of each link."""
-        if (ranks, counts) not in self._paces:
+    def _basis(self, ranks: tuple[int, ...], counts: tuple[int, ...]) -> tuple[list[float], list[float], list[int]]:
+        """Basis of ``_depths``: compute seconds and maximum depth of each stage at its fastest, message seconds of each link."""
+        if (ranks, counts) not in self._bases:
             line, modes, max_depths = Line(ranks, counts, (), self.micro_batch, 0), list[StageMode](), list[int]()
             for rank, first, count in zip(ranks, line.cuts, counts, strict=False):
                 rooms = ((way, _room(tables[rank][first], count)) for way, tables in self.deepest.items())
@@ -330,8 +330,8 @@ class Costs:
             times = self.times(line, tuple(modes))
             compute = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
             hops = [out + back for out, back in zip(times.out, times.back, strict=True)]
-            self._paces[ranks, counts] = compute, hops, max_depths
-        return self._paces[ranks, counts]
+            self._bases[ranks, counts] = compute, hops, max_depths
+        return self._bases[ranks, counts]
 
     def times(self, line: Line, ways: tuple[StageMode, ...]) -> LineTimes:
         key = line.ranks, line.counts, ways

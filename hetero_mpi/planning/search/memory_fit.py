@@ -61,8 +61,8 @@ class Fitter:
         if fitted is None or _recomputing(fitted) == wished or self.request.schedule != "auto":
             return fitted
         candidates = map(self._with_owners, _shallower(plan))
-        shallower = next((each for each in candidates if each is not None and _recomputing(each) == wished), fitted)
-        return shallower if self.step_s(shallower) < self.step_s(fitted) else fitted
+        shallower = next((each for each in candidates if each is not None and _recomputing(each) == wished), None)
+        return fitted if shallower is None or self.step_s(fitted) <= self.step_s(shallower) else shallower
 
     def _with_owners(self, plan: Plan) -> Plan | None:
         """Fit ``plan`` and distribute optimizer state; each rank's share is guessed: none, equal parts, then what did not fit."""

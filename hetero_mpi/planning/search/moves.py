@@ -196,8 +196,8 @@ def nearest(lines: Lines, depths: bool) -> Iterator[Lines]:
             if min(counts) > 0:
                 yield _with(lines, {index: line._replace(counts=tuple(counts))})
         for stage, by in itertools.product(range(len(line.counts) if depths else 0), (-1, 1)):
-            changed = dict.fromkeys(deeper(line, stage, by, fall) for fall in (True, False))
-            yield from (_with(lines, {index: line}) for line in changed)
+            for changed in dict.fromkeys(deeper(line, stage, by, fall) for fall in (True, False)):
+                yield _with(lines, {index: changed})
         for receiver, taking in enumerate(lines):
             if receiver != index and line.sequences > line.micro_batch == taking.micro_batch:
                 less = line._replace(sequences=line.sequences - line.micro_batch)
@@ -225,16 +225,12 @@ def deeper(line: Line, stage: int, by: int, fall: bool = False) -> Line:
     Args:
         fall: let depths fall from stage to stage. Of two stages with equal depths, each waits for the other.
     """
-    depth, slope = min(max(1, line.flying[stage] + by), line.micro_batches), int(fall)
-    flying = tuple(
-        max(now, min(depth + slope * (stage - i), line.micro_batches))
-        if i <= stage and by > 0
-        else min(now, max(1, depth - slope * (i - stage)))
-        if i >= stage and by < 0
-        else now
-        for i, now in enumerate(line.flying)
-    )
-    return line._replace(flying=flying)
+    flying = list(line.flying)
+    for i in range(stage + 1) if by > 0 else range(stage, len(flying)):
+        wished = line.flying[stage] + by + (stage - i if fall else 0)
+        depth = min(max(1, wished), line.micro_batches)
+        flying[i] = max(flying[i], depth) if by > 0 else min(flying[i], depth)
+    return line._replace(flying=tuple(flying))
 
 
 def _with(lines: Lines, replaced: Mapping[int, Line]) -> Lines:

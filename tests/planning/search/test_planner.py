@@ -321,6 +321,7 @@ def test_a_hand_written_plan_is_completed() -> None:
     ("cuts", "ranks", "batches", "expected"),
     [
         ((0, 2, 3), (0, 1), 4, "layers = 3: the model's chain has 4 layers"),
+        ((0, 2, 3), (0, 1), 4, "ends with layer 2: the chain's last layer is 3"),
         ((0, 2, 2, 4), (0, 1, 2), 4, "holds layers [2, 2): it must begin with layer 2 and hold at least one"),
         ((1, 2, 4), (0, 1), 4, "holds layers [1, 2): it must begin with layer 0"),
         ((0, 2, 4), (0, 0), 4, "stage 1 names rank 0 again"),
