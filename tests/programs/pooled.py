@@ -6,6 +6,7 @@ time.
 """
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -66,6 +67,7 @@ def forget() -> None:
 
 
 def main(world: World) -> int:
+    faulthandler.enable(os.dup(2))  # the launcher's own, not what a program captures
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(sys.argv[1])
         with connection.makefile("rw") as stream:

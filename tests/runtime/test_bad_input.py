@@ -169,7 +169,7 @@ CASES: dict[str, tuple[Make, tuple[str, ...]]] = {
     "missing-model": ({"model": {"path": "{here}/lama-start"}}, ("lama-start", "llama-start")),
     "missing-tokenizer": ({"tokenizer": {"path": "{here}/no-tokenizer"}}, ("tokenizer.json", "no-tokenizer")),
     "no-tokenizer-in-model": ({"tokenizer": {"path": ""}}, ("holds no tokenizer", "tokenizer.train_vocab_size")),
-    "no-file": ({"data": {"text": ["{here}/absent-*.txt"]}}, ("data.text must match at least one file", "absent-*.txt")),
+    "no-file": ({"data": {"text": ["{here}/absent-*.txt"]}}, ("data.text must match a file", "absent-*.txt")),
     "no-usable-text": (empty_text, ("useless-0.txt: is empty", "useless-1.txt: is text in UTF-16, not UTF-8", "other files")),
     "little-text": ({"data": {"text": ["{here}/little.txt"]}},
                     ("at least 2 sequences of 24 tokens", "Add text", "sequence_length")),

@@ -214,4 +214,4 @@ def test_an_adapter_goes_on_over_its_base_in_the_same_form_and_other_places_are_
     assert outcomes["moved"].codes == (0,) and told in outcomes["moved"].printed, outcomes["moved"]
     assert "dropout masks are drawn for 2 sequences at a time, previously 1" in outcomes["moved"].printed
     assert outcomes["other-masks"].codes == (2,), outcomes["other-masks"]
-    assert "--set train.micro_batch=1" in outcomes["other-masks"].texts[0], outcomes["other-masks"]
+    assert "[train] micro_batch = 1" in outcomes["other-masks"].texts[0], outcomes["other-masks"]

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,6 +27,7 @@ from hetero_mpi.launch.launcher.command_line import build_command
 from tests.support.mpi import ROOT, SHARING, launcher_or_skip
 
 START_S, LEAVING_S = 120.0, 20.0
+DIED = "it died"
 USUAL_RANKS = 3
 """Of the job that serves all programs on no more ranks."""
 AFTER_A_FAILURE_S = 3.0
@@ -91,7 +93,7 @@ class Pool:
                     connection, stream = self.ranks[key.data]
                     waiting.unregister(connection)
                     line = stream.readline()
-                    answers[key.data] = json.loads(line) if line else _failed("it died")
+                    answers[key.data] = json.loads(line) if line else _failed(DIED)
                     if answers[key.data]["code"] != 0:
                         deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE_S)
         return [answers.get(rank) or _failed("it gave no answer in time") for rank in range(len(self.ranks))]
@@ -135,9 +137,11 @@ def run_pooled(
     """Run ``main`` of tests/programs/PROGRAM.py on ``np`` ranks that stay; the result is like that of ``run_mpi``.
 
     A job in which a rank failed is ended, and the next program gets a new one, as it does where the launcher has ended meanwhile.
-    At the timeout the test fails.
+    Where all ranks of a job that served others before died, the program is run once more, with a warning: what ended them may
+    have begun before. At the timeout the test fails.
     """
     size = max(np, USUAL_RANKS)
+    served = size in _pools
     if size in _pools and _pools[size].process.poll() is not None:
         pool = _pools.pop(size)
         pool.release()
@@ -153,9 +157,15 @@ def run_pooled(
             stderr += f"\nrank {rank}: {answer['traceback']}"
     code = max((answer["code"] for answer in answers), key=abs)
     if code != 0:
-        pool = _pools.pop(size)
+        pool, died = _pools.pop(size), all(answer["traceback"] == DIED for answer in answers)
+        if died:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the launcher says which signal it was
+                pool.process.wait(LEAVING_S)
         stderr += pool.output.read_text()
         pool.kill()
+        if died and served:
+            warnings.warn(f"{program} is run once more: {stderr}", stacklevel=2)
+            return run_pooled(np, program, arguments, timeout_s)
     if time.monotonic() - begin_s > timeout_s:
         pytest.fail(f"{program} did not end within {timeout_s} s\nstdout:\n{stdout}\nstderr:\n{stderr}")
     return subprocess.CompletedProcess([program, *arguments], code, stdout, stderr)
