@@ -313,7 +313,7 @@ def test_a_request_of_many_answers_leaves_a_place_to_other_clients(served: Serve
         served.running.wait_for("running answers", lambda: served.health()["running"] == 3)
         one = alice.completions.create(model="any", prompt="abc", max_tokens=12, temperature=0)
         left = served.health()
-        assert left["running"] == 3 and left["waiting"] > 5 and not many.done()
+        assert left["running"] in (2, 3) and left["waiting"] > 5 and not many.done(), "alice's place may be free yet"
         assert one.choices[0].text == expected
         texts = [choice.text for choice in many.result().choices]
     assert texts[:4] == [served.completed("abc", seed=3 + number, **asked).text for number in range(4)]
