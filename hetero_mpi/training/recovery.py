@@ -194,6 +194,8 @@ def run_with_recovery(world: World, attempt: Callable[[RunHistory], _T]) -> _T:
         values = {"exit_code": error.exit_code, "problems": error.problems, **error.values}
         raise CollectiveUserError(error.kind, text, **values) from error.__cause__
     world.activity.resume_text = str
+    if history.context is not None:
+        history.context.backend.free_unused()  # a notebook keeps this process
     return result
 
 

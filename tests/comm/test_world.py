@@ -73,6 +73,11 @@ def test_what_fails_on_some_ranks_ends_all_and_is_told_once(way: str) -> None:
         assert "Traceback" not in output and "MPI_A" not in output, "nobody had to abort"
 
 
+def test_no_survivor_ends_before_rank_0_has_told_the_error() -> None:
+    result = run_mpi(3, [FAILURES, "error-after-a-loss"], timeout_s=30, options=outliving_or_skip())
+    assert result.returncode == ExitCode.USER_ERROR and "nothing is left to read" in result.stderr
+
+
 def test_exit_codes_are_kept() -> None:
     assert run_mpi(2, [FAILURES, "exit-code"], timeout_s=20).returncode == 7
 

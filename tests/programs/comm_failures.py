@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from hetero_mpi.comm.mpi_transport import MpiTransport
-from hetero_mpi.comm.ranks.mpi_start import check_versions, run_guarded
+from hetero_mpi.comm.ranks.mpi_start import all_ranks_succeeded, check_versions, run_guarded, shrink_to_survivors
 from hetero_mpi.comm.ranks.versions import own_versions
-from hetero_mpi.comm.ranks.world import World
+from hetero_mpi.comm.ranks.world import CollectiveUserError, World
 from hetero_mpi.util.errors import UserError
 
 
@@ -85,6 +85,16 @@ def interrupted(world: World) -> int:
         time.sleep(30)
     world.barrier()
     return 0
+
+
+def error_after_a_loss(world: World) -> int:
+    """Rank 2 dies; the others end with the same error, which rank 0 prints later than rank 1 would be gone."""
+    if world.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert not all_ranks_succeeded(world, False)
+    shrink_to_survivors(world)
+    time.sleep(0.6 if world.rank == 0 else 0.0)
+    raise CollectiveUserError("test.fault", "nothing is left to read")
 
 
 if __name__ == "__main__":

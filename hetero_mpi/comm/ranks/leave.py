@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -80,8 +80,11 @@ def _all_ranks_arrived(guard: Any, code: int) -> bool:
     return True
 
 
-def exit_unfinalized(code: int) -> NoReturn:
+def exit_unfinalized(world: World, code: int) -> NoReturn:
     """Exit the process without ``MPI_Finalize``, which would wait forever for lost ranks."""
+    # The launcher kills all ranks when one exits with an error, and rank 0 may still have to print it.
+    with suppress(RankLost):
+        _all_ranks_arrived(world.guard, ExitCode.FAILED)
     write_text("", sys.stdout)
     write_text("", sys.stderr)
     logging.shutdown()

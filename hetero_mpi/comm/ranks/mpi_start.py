@@ -136,7 +136,7 @@ def program_world() -> World:
     def leave() -> None:
         """Skip ``MPI_Finalize`` if ranks are lost, because it would wait for them forever."""
         if world.lost_ranks:
-            exit_unfinalized(ExitCode.FAILED if failed.is_set() else ExitCode.DONE)
+            exit_unfinalized(world, ExitCode.FAILED if failed.is_set() else ExitCode.DONE)
 
     sys.excepthook = uncaught
     atexit.register(leave)
@@ -148,7 +148,7 @@ def _exit_code_after_leaving(world: World, code: int) -> int:
     if world.rank == 0 and _OWN_LAUNCHER_PIPES:
         write_text(f"{ENDED_LINE}\n", sys.stderr, exact=True)
     if world.lost_ranks:
-        exit_unfinalized(code)
+        exit_unfinalized(world, code)
     _finalize()
     return code
 
