@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,9 +24,10 @@ from hetero_mpi.inference.evaluate.evaluate import EvaluateOptions, _check, patt
 from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.rundir.run_directory import EVALUATION_NAME
+from hetero_mpi.util.errors import ExitCode
 from tests.commands.test_generate import model_with_tokenizer, written
 from tests.support.errors import refuses
-from tests.support.mpi import run_mpi
+from tests.support.mpi import run_bounded, run_mpi
 from tests.support.training_cases import corpus, tokenizer_directory
 
 CASE = written("evaluated", "llama", changes=(("initializer_range", 0.2), ("max_position_embeddings", 256)))
@@ -221,6 +223,16 @@ def test_tasks_give_what_the_harness_gives_on_the_same_model(
         assert question == same and [greedy for _, greedy in own] == [greedy for _, greedy in other]
         assert [value for value, _ in own] == pytest.approx([value for value, _ in other], abs=1e-4)
     assert "tokens in" not in shown, "no line for each request"
+
+
+@pytest.mark.slow
+def test_tasks_whose_data_cannot_be_fetched_end_without_a_traceback(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    words = ["run", "--model", "dummy", "--tasks", "hellaswag", "--limit", "1"]
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = run_bounded([sys.executable, "-m", "hetero_mpi.inference.evaluate.harness_model", *words], offline, 300)
+    assert done.returncode == ExitCode.FAILED and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.strip().endswith(" ".join(words)), "what fills the cache"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,4 +48,12 @@ class HarnessModel(LocalCompletionsAPI):
 
 
 if __name__ == "__main__":
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except ConnectionError as error:  # of the package datasets
+        tasks = sys.argv[sys.argv.index("--tasks") + 1]
+        fill = f"{sys.executable} -m lm_eval run --model dummy --tasks {tasks} --limit 1"
+        sys.exit(
+            f"{error}; the tasks' data are not in this machine's cache either. If it has a network, unset HF_HUB_OFFLINE; if not, "
+            f"first run, on a machine that has one and the same cache (HF_HOME), such as a login node:\n  HF_HUB_OFFLINE=0 {fill}"
+        )
