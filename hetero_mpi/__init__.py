@@ -1,6 +1,6 @@
 """hetero_mpi trains and fine-tunes language models on heterogeneous machines in one MPI job.
 
-On the command line, run ``mpirun -np 3 python -m hetero_mpi train jobs/quickstart.toml``. Python programs under mpirun use
+On the command line, run ``python -m hetero_mpi launch -np 3 -- train jobs/quickstart.toml``. Python programs under mpirun use
 :class:`Job`, :func:`profile`, :func:`plan`, :func:`simulate`, :func:`train` and :func:`steps` (docs/python.md).
 
 Importing the package is cheap, because public names, torch, mpi4py and transformers are imported on first use (PEP 562). Planning

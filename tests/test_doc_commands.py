@@ -67,10 +67,10 @@ STARTING = (
     f"{OURS}launch -np 2 --hostfile hosts -- doctor",
     f"{OURS}launch -np 3 --hostfile hosts (--recover|--elastic) -- train job.toml",
     f"mpirun --with-ft ulfm -np 3 -hostfile hosts {OURS}train job.toml",
-    f"mpirun -np 3 {OURS}(doctor|profile job.toml -o cluster.toml|train jobs/quickstart.toml --watch)",
+    f"(mpirun -np 3 {OURS}doctor|{OURS}launch -np 3 -- (profile job.toml -o cluster.toml|train jobs/quickstart.toml --watch))",
     f"{OURS}(profile job.toml -o inside.toml|watch runs/quickstart|evaluate runs/tuned|serve runs/first)",
-    f"mpirun -np 3 {OURS}evaluate runs/tuned --data .*",
-    f"mpirun -np 3 {OURS}serve .*",
+    f"{OURS}launch -np 3 -- evaluate runs/tuned --data .*",
+    f"{OURS}launch -np 3 -- serve .*",
     f"HETERO_MPI_TOKEN=something-long {OURS}launch -np 2 -- serve runs/first --host 0.0.0.0",
 )
 """Commands that start ranks or servers: ``test_commands_that_start_ranks_run_as_they_stand``."""
@@ -106,7 +106,7 @@ NOT_RUN = {
     f"{OURS}launch -np 3 --hostfile hosts -- train jobs/lora_nf4.toml --dry-run": "the hosts are the reader's; the same "
     "on one machine stands in docs/coming-from.md",
     ".* -k all_forward_two_backward": "needs the test that the page tells to write",
-    f"mpirun -np 3 {OURS}evaluate .* --tasks .*": "fetches data sets; tests/commands/test_evaluate.py has tasks of its own",
+    f"{OURS}launch -np 3 -- evaluate .* --tasks .*": "fetches data sets; tests/commands/test_evaluate.py has tasks of its own",
     f"({OURS}launch -np 3 -- train homelab.toml|python -m tests.written_docs --run)": "two minutes, and its pictures are "
     "looked at by hand",
     "python -m tests.arm_host .*": "fetches 2 GB",

@@ -119,7 +119,7 @@ def _add_schedule(add: Add) -> None:
 
 
 def _add_train(commands: Commands) -> None:
-    text = "train a model; mpirun -np 3 python -m hetero_mpi train job.toml"
+    text = "train a model; on three ranks: launch -np 3 -- train job.toml"
     add = _command(commands, "train", "cli:train", text).add_argument
     add("job", type=Path, metavar="JOB", help="job file (TOML); jobs/reference.toml documents every key")
     _add_set(add)
@@ -256,7 +256,7 @@ def _add_mesh(commands: Commands) -> None:
 
 def _add_offline_commands(commands: Commands) -> None:
     """Declare ``profile``, and the commands that use a profile without needing the cluster: ``inspect``, ``plan``, ``simulate``."""
-    text = "measure the ranks and their links; mpirun -np 3 ... profile job.toml"
+    text = "measure the ranks and their links: launch -np 3 -- profile job.toml -o FILE"
     add = _command(commands, "profile", "cli:profile", text).add_argument
     add("job", type=Path, metavar="JOB", help="job file (TOML)")
     add("-o", "--output", type=Path, required=True, metavar="FILE", help="profile to write (TOML)")
