@@ -21,7 +21,7 @@ from hetero_mpi.launch.hosts.interface import LocalAddress, choose_interface, re
 from hetero_mpi.launch.launch import main
 from hetero_mpi.launch.launcher import command_line as building
 from hetero_mpi.launch.launcher import launcher as launching
-from hetero_mpi.launch.launcher.command_line import CommandLine, build_command
+from hetero_mpi.launch.launcher.command_line import CommandLine, _loopback_warning, build_command
 from hetero_mpi.launch.launcher.launcher import Launcher, launcher_version
 from hetero_mpi.launch.launcher.launcher_process import ErrorStream, run_command
 from hetero_mpi.util.host_limits import usable_cores
@@ -256,6 +256,8 @@ def test_what_is_started_where_is_told_in_words(network: None, tmp_path: Path) -
     assert "hA (2), hB (1)" in told("hA slots=2\nhB slots=4\n"), "filled in order"
     assert "hA (3)" in told("hA slots=4\nhB slots=4\n")
     assert "hA, hB" in told("hA slots=1\nhB\n"), "the launcher decides how many"
+    assert "me@127.0.0.1" in _loopback_warning(["hA", "me@127.0.0.1"]), "hA cannot reach it there"
+    assert _loopback_warning(["hA", "hB"]) == _loopback_warning(["127.0.0.1", "localhost"]) == ""
 
 
 @pytest.mark.slow
@@ -275,7 +277,7 @@ def test_two_calm_lines_and_the_rest_on_demand() -> None:
     assert lines() == [first, "launch: the full command: --print; with the reasons for its options: --verbose"]
     verbose = lines("--verbose")
     assert verbose[0] == first and str(launcher.path) in verbose[-1] and verbose[-1].endswith("-m hetero_mpi --version")
-    assert lines("--print") == [] and [*verbose[1:-1]] == lines("--print", "--verbose")
+    assert lines("--print") == [first] and verbose[:-1] == lines("--print", "--verbose")
 
 
 def test_real_ranks_start_and_their_exit_code_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -85,12 +85,20 @@ def summary(launcher: Launcher, ranks: int, hosts: Sequence[tuple[str, int | Non
     return text
 
 
+def _loopback_warning(addresses: Collection[str]) -> str:
+    """Return a warning, to follow the summary, if only some of the typed addresses are loopback addresses; else ""."""
+    loopback = [address for address in addresses if re.match(r"(.*@)?(127\.|localhost$)", address)]
+    mixed = 0 < len(loopback) < len(addresses)
+    return f"; WARNING: {loopback[0]}: write the address at which the other hosts reach that machine" if mixed else ""
+
+
 def build_command(
     launcher: Launcher, np: int, hostfile: str | None, program: Sequence[str], mpirun_args: Sequence[str] = ()
 ) -> CommandLine:
     """Build the launcher's command line that runs ``program`` (a Python and its arguments) on ``np`` ranks."""
     entries = read_hostfile(hostfile) if hostfile is not None else ()
     summary_text = summary(launcher, np, [(entry.name, entry.slots) for entry in entries])
+    summary_text += _loopback_warning([entry.name for entry in entries])
     command = CommandLine([str(launcher.path), "-np", str(np)], summary_text)
     choice = None
     if hostfile is not None:
@@ -215,7 +223,9 @@ def hosts_command(
     addresses = {host.address: (resolve_host or resolve)(host.address) for host, _ in shares}
     local = local_addresses()
     choice = choose_interface(filter(None, addresses.values()), local)
-    summary_text = summary(launcher, ranks, [(host.title, count) for host, count in shares])
+    summary_text = summary(launcher, ranks, [(host.title, count) for host, count in shares]) + _loopback_warning(
+        addresses
+    )
     command = CommandLine([str(launcher.path)], summary_text)
     prefixes = _other_prefixes(launcher, shares, {item.address for item in local}, addresses)
     args = _mesh_options(command, launcher, mesh, shares, local) if mesh is not None else []

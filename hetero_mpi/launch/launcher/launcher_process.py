@@ -70,7 +70,7 @@ def start(command: CommandLine, print_only: bool, verbose: bool, asked_text: str
     ``doctor`` is the command that diagnoses the hosts; it is suggested if they do not answer.
     """
     if print_only:
-        print_lines(command.reasons if verbose else [])
+        print_lines([command.summary, *(command.reasons if verbose else [])])
         print(command)
         return 0
     announce(command, verbose)
