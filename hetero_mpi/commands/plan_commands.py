@@ -255,9 +255,8 @@ def ask(job: Path | None, overrides: Sequence[str], profile_path: Path | None) -
         text += "Leave this out, or give a job with these keys and a profile of that job (`profile JOB -o FILE`)"
         raise UserError("plan.fixed_by_profile", text, keys=fixed)
     run_job, subject = job_of_run(profile_path, overrides), "the run's job"
-    if run_job is None or profile.emulated:  # the model of an emulated profile is not the job's
-        batch = [f"train.global_batch={run_job.job.train.global_batch}"] if run_job is not None else []
-        run_job = _job_for_profile(profile, profile_path.stem, [*overrides, *batch])
+    if run_job is None:
+        run_job = _job_for_profile(profile, profile_path.stem, overrides)
         subject = f"the profile's model ({_model_text(profile)})"
     advice = "Leave these --set options out, or measure a profile with them (`profile JOB -o FILE`)."
     question = plan_question(run_job, profile, str(profile_path), advice)
@@ -304,10 +303,10 @@ def plan_question(
         advice: end of the error message if the job and the profile do not match.
 
     Raises:
-        UserError: If the profile was made for another model, dtype or sequence length.
+        UserError: If the profile was made for another model, dtype or sequence length than the job's, which emulates no cluster.
     """
     config = _model_keys(loaded)
-    problems = _differences(loaded, config, profile)
+    problems = _differences(loaded, config, profile) if loaded.job.cluster.emulate is None else []
     if problems:
         problem_lines = "\n".join(f"  {problem}" for problem in problems)
         raise UserError("plan.other_job", f"{profile_name} was not made for {loaded.path}:\n{problem_lines}\n{advice}")
@@ -329,7 +328,8 @@ def plan_question(
         remarks.append(f"{EIGHT_BIT}: bitsandbytes has no kernel for mps ({units.ranks(mps_ranks)}), so a run fails")
     ranks, dropout = len(profile.devices), uses_dropout(loaded, config or {})
     _, reason = micro_batch_choices(train.global_batch, train.micro_batch, ranks, dropout)
-    request, untimed = timed_choices(build_plan_request(loaded, ranks, dropout), profile)
+    request = replace(build_plan_request(loaded, ranks, dropout), sequence_length=profile.model.sequence_length)
+    request, untimed = timed_choices(request, profile)
     return PlanQuestion(loaded, profile, request, (*remarks, reason, *untimed))
 
 

@@ -170,8 +170,11 @@ def job_of_run(directory: Path, overrides: Sequence[str] = ()) -> LoadedJob | No
     if not (directory / RUN_NAME).is_file():
         return None
     run_values = run_json(directory / RUN_NAME)
-    job_file = Path(str(run_values.get("job_file")))
-    return stored_job(run_table(run_values, "job"), str(run_values.get("name")), job_file.parent, overrides)
+    job_file, tables = Path(str(run_values.get("job_file"))), run_table(run_values, "job")
+    if not tables:
+        text = f"{directory / RUN_NAME} is damaged: instead of the run, pass its model with --data, or its profile.toml"
+        raise UserError("run.damaged", text)
+    return stored_job(tables, str(run_values.get("name")), job_file.parent, overrides)
 
 
 def read_run(directory: Path) -> PastRun:

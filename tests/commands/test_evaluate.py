@@ -145,6 +145,9 @@ def test_a_place_that_cannot_be_written_is_known_before_the_weights(tmp_path: Pa
         with refuses("file.unwritable", tmp_path / "file"):
             _check(EvaluateOptions(tmp_path, output=tmp_path / place))
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
+    (tmp_path / EVALUATION_NAME).mkdir()
+    with refuses("file.unwritable", EVALUATION_NAME):
+        _check(EvaluateOptions(tmp_path, output=tmp_path))
 
 
 def test_options_of_the_harness_are_read_before_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:

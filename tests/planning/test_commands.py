@@ -117,6 +117,15 @@ def test_a_profile_of_something_else_is_refused(
         assert words in text and "profile.toml" in text and "--set" in text
 
 
+def test_the_stand_in_of_an_emulated_run_is_planned_as_the_profiles_model(folder: Path) -> None:
+    job, profile = Path("job.toml"), Path("profile.toml")
+    emulated = plan_commands.ask(job, ("cluster.emulate=profile.toml", "data.sequence_length=5"), profile)
+    assert emulated.request == plan_commands.ask(job, (), profile).request
+    Path("run.json").write_text("{")
+    with refuses("run.damaged", "run.json"):
+        plan_commands.ask(None, (), Path())
+
+
 @pytest.mark.parametrize(("rank", "packed"), [(8, False), (16, True)], ids=["rank", "quantization"])
 def test_a_profile_of_another_adapter_is_refused(folder: Path, rank: int, packed: bool) -> None:
     """Without a job, the profile's own rank and quantization are planned for."""

@@ -264,8 +264,9 @@ def _check(options: EvaluateOptions) -> None:
             raise UserError("options.value", f"{name} {value}: must be 1 or more")
     if (directory := result_directory(options)) is not None:
         existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise UserError("file.unwritable", f"{directory}: cannot be written to; {_OUTPUT_REMEDY}")
+        writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+        if not writable or (directory / EVALUATION_NAME).is_dir():
+            raise UserError("file.unwritable", f"{directory / EVALUATION_NAME}: cannot be written; {_OUTPUT_REMEDY}")
 
 
 def _sets(opened: Opened, options: EvaluateOptions) -> dict[str, list[ScoredText]]:
