@@ -51,9 +51,10 @@ if __name__ == "__main__":
     try:
         cli_evaluate()
     except ConnectionError as error:  # of the package datasets
-        tasks = sys.argv[sys.argv.index("--tasks") + 1]
-        fill = f"{sys.executable} -m lm_eval run --model dummy --tasks {tasks} --limit 1"
+        command = (
+            f"{sys.executable} -m lm_eval run --model dummy --tasks {sys.argv[sys.argv.index('--tasks') + 1]} --limit 1"
+        )
+        there = "unset HF_HUB_OFFLINE, or, on a machine with a network and the same cache (HF_HOME), such as a login node, run"
         sys.exit(
-            f"{error}; the tasks' data are not in this machine's cache either. If it has a network, unset HF_HUB_OFFLINE; if not, "
-            f"first run, on a machine that has one and the same cache (HF_HOME), such as a login node:\n  HF_HUB_OFFLINE=0 {fill}"
+            f"{error}; the tasks' data are not in this machine's cache either: {there}\n  HF_HUB_OFFLINE=0 {command}"
         )

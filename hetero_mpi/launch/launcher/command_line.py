@@ -223,10 +223,8 @@ def hosts_command(
     addresses = {host.address: (resolve_host or resolve)(host.address) for host, _ in shares}
     local = local_addresses()
     choice = choose_interface(filter(None, addresses.values()), local)
-    summary_text = summary(launcher, ranks, [(host.title, count) for host, count in shares]) + _loopback_warning(
-        addresses
-    )
-    command = CommandLine([str(launcher.path)], summary_text)
+    where = summary(launcher, ranks, [(host.title, count) for host, count in shares]) + _loopback_warning(addresses)
+    command = CommandLine([str(launcher.path)], where)
     prefixes = _other_prefixes(launcher, shares, {item.address for item in local}, addresses)
     args = _mesh_options(command, launcher, mesh, shares, local) if mesh is not None else []
     args += _add_relay(command, launcher, prefixes, list(mpirun_args)) if prefixes else list(mpirun_args)

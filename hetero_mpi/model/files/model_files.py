@@ -35,19 +35,10 @@ _SAMPLE_BYTES, _PIECE = 4096, 1 << 22
 _IGNORED_KEYS = ("transformers_version", "_name_or_path")
 """Keys of config.json that differ between copies of the same model."""
 _DTYPES = {
-    "F64": ("float64", 8),
-    "F32": ("float32", 4),
-    "F16": ("float16", 2),
-    "BF16": ("bfloat16", 2),
-    "F8_E4M3": ("float8_e4m3fn", 1),
-    "F8_E5M2": ("float8_e5m2", 1),
-    "I64": ("int64", 8),
-    "I32": ("int32", 4),
-    "I16": ("int16", 2),
-    "I8": ("int8", 1),
-    "U8": ("uint8", 1),
-    "BOOL": ("bool", 1),
-}
+    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2), "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1), "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1),
+    "U8": ("uint8", 1), "BOOL": ("bool", 1),
+}  # fmt: skip
 """Maps each safetensors dtype to torch's name for it and its bytes per element."""
 _ITEM_BYTES = dict(_DTYPES.values()) | {"complex64": 8}
 _STORED = {name: stored for stored, (name, _) in _DTYPES.items()} | {"complex64": "C64"}
