@@ -101,7 +101,7 @@ NOT_RUN = {
     ".ci/run does so from pyproject.toml, tests/commands/test_containers.py as README says",
     r"(ssh|ssh-keygen|ssh-copy-id) .*": "needs the reader's machines",
     "sudo .*": "needs a Thunderbolt cable",
-    "(srun --mpi=pmix python|scontrol) .*": "needs a cluster whose MPI was built with its SLURM's PMIx, or its operator",
+    "(srun --mpi=pmix (python|apptainer)|scontrol) .*": "needs a cluster whose MPI was built with SLURM's PMIx, or its operator",
     f"{OURS}launch --hosts hosts.toml -- train jobs/moe_nf4.toml": "fetches 61 GB",
     f"{OURS}launch -np 3 --hostfile hosts -- train jobs/lora_nf4.toml --dry-run": "the hosts are the reader's; the same "
     "on one machine stands in docs/coming-from.md",
