@@ -39,7 +39,7 @@ from hetero_mpi.training.result import TrainResult
 from hetero_mpi.util.disk import write_errors
 from hetero_mpi.util.errors import UserError
 
-trainer_arguments.keep_accelerate_local()
+trainer_arguments.keep_arguments_local()
 _MIN_RATE = 1e-30
 """Learning rate of the step that precedes an evaluation: too small to change a weight."""
 

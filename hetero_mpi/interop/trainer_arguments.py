@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from transformers import training_args
+
 from hetero_mpi.interop.job_draft import TABLE
 from hetero_mpi.util.errors import UserError
 
@@ -66,8 +68,10 @@ def steps_per_epoch(values: Mapping[str, Any], rows: int) -> int:
     return math.ceil(rows / rows_per_step(values))
 
 
-def keep_accelerate_local() -> None:
-    """Prevent accelerate, which prepares the arguments of transformers, from connecting the ranks of mpirun itself."""
+def keep_arguments_local() -> None:
+    """Allow bf16 and tf32 in transformers' arguments on ranks without them, and prevent accelerate from connecting the ranks."""
+    supported = dict.fromkeys(("is_torch_bf16_gpu_available", "is_torch_tf32_available"), lambda: True)
+    vars(training_args).update(supported, enable_tf32=lambda enable: None)
     if any(os.environ.get(name, "1") != "1" for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")):
         from accelerate import state  # type: ignore[import-untyped]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from huggingface_hub import constants
 from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
@@ -56,6 +57,12 @@ def test_arguments_become_keys_of_a_job() -> None:
     assert job.checkpoint.every == 3, "an epoch of 14 rows in batches of 6"
     assert (job.data.template, job.data.packing, job.data.sequence_length) == ("none", False, 64)
     assert job.output.run_dir == str(Path("out").absolute())
+
+
+def test_arguments_for_gpus_are_taken_on_cpus() -> None:
+    before = torch.backends.fp32_precision
+    args = TrainingArguments("out", bf16=True, tf32=True)
+    assert (job_of(args).train.dtype, torch.backends.fp32_precision) == ("bf16", before)
 
 
 def test_text_rows_are_learnt_as_they_are_and_chats_as_trl_learns_them() -> None:
