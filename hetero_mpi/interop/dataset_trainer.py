@@ -20,13 +20,11 @@ from pathlib import Path
 from types import NoneType, SimpleNamespace
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState, trainer_pt_utils
-
 from hetero_mpi.api import Job, collective, steps, train
-from hetero_mpi.interop import trainer_arguments, trainer_events, trainer_inputs
+from hetero_mpi.interop import trainer_arguments, trainer_inputs
 from hetero_mpi.interop.export import export, push_directory, push_obstacle
 from hetero_mpi.interop.other_tools import convert_arguments
-from hetero_mpi.interop.trainer_events import TrainerEvents
+from hetero_mpi.interop.trainer_events import TrainerEvents, TrainerMembers, link_checkpoints
 from hetero_mpi.interop.trainer_inputs import Rows, require
 from hetero_mpi.model.files.model_files import read_json
 from hetero_mpi.objectives import objective
@@ -44,7 +42,7 @@ _MIN_RATE = 1e-30
 """Learning rate of the step that precedes an evaluation: too small to change a weight."""
 
 
-class DatasetTrainer:
+class DatasetTrainer(TrainerMembers):
     """Train a model on a dataset. Takes the call of transformers' ``Trainer``; the subclasses take those of TRL's trainers.
 
     Under mpirun, create a trainer with the same arguments on every rank; only rank 0's data and callbacks are used.
@@ -98,6 +96,7 @@ class DatasetTrainer:
         require(is_valid, "trainer.processing_class", "processing_class", "a tokenizer", named)
         values_by_name, changed, title = trainer_arguments.arguments_of(args, trainer, self._objective)
         refused = [(trainer, *entry) for entry in trainer_arguments.unsupported_options(options, model)]
+        refused += [(trainer, *entry) for entry in trainer_arguments.unsupported_members(dir(type(self)))]
         options = {"max_length" if key == "max_seq_length" else key: options[key] for key in options}
         values_by_name |= {key: value for key, value in options.items() if value is not None}
         changed |= {key for key, value in options.items() if value not in (None, False)}
@@ -170,7 +169,7 @@ class DatasetTrainer:
         Accepts the options of ``hetero_mpi.train``, but callbacks only as ``callbacks``.
 
         Args:
-            resume_from_checkpoint: a checkpoint to resume from, or ``output_dir``/checkpoint-STEP; True: the newest one.
+            resume_from_checkpoint: a checkpoint, or what ``get_last_checkpoint(output_dir)`` returns; True: the newest one.
         """
         if resume_from_checkpoint:
             choice = LATEST if resume_from_checkpoint is True else os.fspath(resume_from_checkpoint)
@@ -180,7 +179,11 @@ class DatasetTrainer:
         events.begin(self._rank, self._max_steps)
         events.call("on_train_begin")
         on_step = partial(events.on_step, sets=list(self._tests))
-        result = train(job, on_step=on_step, on_checkpoint=events.on_checkpoint, **options)
+        try:
+            result = train(job, on_step=on_step, on_checkpoint=events.on_checkpoint, **options)
+        finally:
+            if self._rank == 0:
+                link_checkpoints(Path(options.get("run_dir") or self._run_dir))
         seconds, evaluations = time.perf_counter() - begin_s, result.evaluations
         is_last = bool(evaluations) and evaluations[-1].step == len(result.losses)
         self._evaluation = evaluations[-1] if is_last else None
@@ -241,22 +244,6 @@ class DatasetTrainer:
                 result, name = self._trained("push_to_hub()"), self.hub_model_id
                 write_line(push_directory(result, name, private, token, commit_message))
 
-    def add_callback(self, callback: Any) -> None:
-        """Add a ``TrainerCallback``, or its class."""
-        callback = callback() if isinstance(callback, type) else callback
-        is_valid = isinstance(callback, TrainerCallback)
-        require(is_valid, "trainer.callback", "callbacks", "TrainerCallback objects", callback)
-        self._events.callbacks.append(callback)
-
-    is_fsdp_enabled = is_deepspeed_enabled = False
-    log_metrics, save_metrics = trainer_pt_utils.log_metrics, trainer_pt_utils.save_metrics
-    save_state, accelerator = trainer_pt_utils.save_state, property(trainer_events.accelerator)
-
-    @property
-    def state(self) -> TrainerState:
-        """The state of the last run, with ``log_history``."""
-        return self._events.state
-
     @property
     def model(self) -> Any:
         """The loaded model that was passed; else before ``train`` one without weights, then the trained one, on rank 0 only."""
@@ -268,20 +255,6 @@ class DatasetTrainer:
                 raise UserError("trainer.other_rank", f"trainer.model: rank 0 has it, in {path}; or call save_model()")
             self._current = trainer_inputs.load_result(path)
         return self._current
-
-    def is_world_process_zero(self) -> bool:
-        """Whether this is rank 0. Starts MPI."""
-        return bool(self.accelerator.is_main_process)
-
-    def end(self) -> None:
-        """Do nothing: each run has ended its trackers."""
-
-    def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if not name.startswith("_")]
-
-    def __getattr__(self, name: str) -> Any:
-        kind = type(self).__name__.removeprefix("Dataset")
-        raise AttributeError(f"{kind} has no {name!r}; it has {', '.join(dir(self))}")
 
     def _trained(self, caller: str) -> Path:
         if self.result is None:

@@ -7,7 +7,8 @@ reported if it affects nothing but speed, memory or output.
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,17 @@ _UNSUPPORTED = {
     "ref_model": "the reference model is the model before the first step: remove it",
 }
 """Maps parameters of other trainers to the reason why they are not supported."""
+_ROWS = "rank 0 reads and orders the rows: pass train_dataset as it is to be trained on, with a seed in args"
+_MEMBERS = {
+    "*dataloader|*_sampler|get_batch_samples|num_examples|num_tokens": _ROWS,
+    "compute_loss*|training_step|label_smoother": _UNSUPPORTED["compute_loss_func"],
+    "predict*|evaluation_loop|compute_metrics": _METRICS,
+    "create_optimizer*|create_scheduler|get_optimizer*|get_decay_*|get_learning_rates|optimizer|lr_scheduler": _OPTIMIZER,
+    "_save*|_inner_training_loop|_prepare_inputs": "use callbacks, or the loop `for step in trainer.steps()`",
+    "model_wrapped|get_num_*|call_model_init|floating_point_ops": "no rank has all of the model; trainer.model has the result",
+    "hyperparameter_search": "train once for each choice, each with its output_dir",
+}
+"""Maps patterns of members of other trainers to the reason why they are not supported."""
 _SETTINGS: dict[str, Any] = {"output_dir": "trainer_output", "dataset_text_field": "text", "eval_strategy": "no"}
 _SETTINGS |= {"logging_strategy": "steps", "logging_steps": 10}
 _NONE = "eval_steps logging_first_step load_best_model_at_end metric_for_best_model greater_is_better push_to_hub hub_model_id"
@@ -84,6 +96,12 @@ def unsupported_options(options: dict[str, Any], model: Any) -> list[tuple[str, 
         del options["ref_model"]
     values = {name: options.pop(name, None) for name in _UNSUPPORTED}
     return [(name, _UNSUPPORTED[name]) for name, value in values.items() if value not in (None, (None, None))]
+
+
+def unsupported_members(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return those of ``names`` that are unsupported members of other trainers, with reasons."""
+    listed = [(pattern, reason) for patterns, reason in _MEMBERS.items() for pattern in patterns.split("|")]
+    return [(name, reason) for name in names for pattern, reason in listed if fnmatch(name, pattern)]
 
 
 def _is_same_model(reference: Any, model: Any) -> bool:

@@ -1,17 +1,22 @@
-"""The state, the logs and the callbacks of transformers' Trainer during a run.
+"""The state, the logs and the callbacks of transformers' Trainer during a run, and the members by which scripts use them.
 
 Every rank keeps the state; callbacks (``transformers.TrainerCallback``) are called on rank 0.
 """
 
+import contextlib
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, trainer_pt_utils
+from transformers.trainer_callback import CallbackHandler
 
+from hetero_mpi.interop import trainer_arguments
+from hetero_mpi.interop.trainer_inputs import require
 from hetero_mpi.rundir.logs import write_line
 from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.state.directory import step_of
@@ -29,11 +34,76 @@ def accelerator(trainer: Any) -> SimpleNamespace:
     return SimpleNamespace(print=print if world.rank == 0 else lambda *values, **options: None, **facts)
 
 
+def checkpoint_folder(path: Path) -> Path:
+    """Return the directory, such as RUN/checkpoint-8, by which transformers' ``get_last_checkpoint`` finds a checkpoint."""
+    return path.parent.parent / f"checkpoint-{step_of(path)}"
+
+
+def link_checkpoints(run_dir: Path) -> None:
+    """Create ``checkpoint_folder`` with a link for each checkpoint, and remove those of removed checkpoints. On rank 0."""
+    paths = run_dir.glob("checkpoints/step-*.h5")
+    links = {checkpoint_folder(path) / path.name: Path("..", "checkpoints", path.name) for path in paths}
+    with contextlib.suppress(OSError):  # such as a file system without links
+        for link in run_dir.glob("checkpoint-*/step-*.h5"):
+            if link not in links and link.is_symlink():
+                link.unlink()
+                link.parent.rmdir()
+        for link in (link for link in links if not link.is_symlink()):
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to(links[link])
+
+
+class TrainerMembers:
+    """Members of transformers' ``Trainer`` that scripts use besides training."""
+
+    is_fsdp_enabled = is_deepspeed_enabled = False
+    log_metrics, save_metrics = trainer_pt_utils.log_metrics, trainer_pt_utils.save_metrics
+    save_state, accelerator = trainer_pt_utils.save_state, property(accelerator)
+    callback_handler, log = property(attrgetter("_events")), property(attrgetter("_events.log"))
+    pop_callback = property(attrgetter("_events.pop_callback"))
+    remove_callback = property(attrgetter("_events.remove_callback"))
+
+    @property
+    def state(self) -> TrainerState:
+        """The state of the last run, with ``log_history``."""
+        return self.callback_handler.state
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a ``TrainerCallback``, or its class."""
+        callback = callback() if isinstance(callback, type) else callback
+        is_valid = isinstance(callback, TrainerCallback)
+        require(is_valid, "trainer.callback", "callbacks", "TrainerCallback objects", callback)
+        self.callback_handler.callbacks.append(callback)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is rank 0. Starts MPI."""
+        return bool(self.accelerator.is_main_process)
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first rank of its host. Starts MPI."""
+        return bool(self.accelerator.is_local_main_process)
+
+    def end(self, *_: Any, **__: Any) -> None:
+        """Do nothing: each run has ended its trackers, and ``save_model`` and ``push_to_hub`` write the model card."""
+
+    create_model_card = init_hf_repo = store_flos = end
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not name.startswith("_")]
+
+    def __getattr__(self, name: str) -> Any:
+        kind = type(self).__name__.removeprefix("Dataset")
+        reasons = [*trainer_arguments.unsupported_members([name]), (name, f"it has {', '.join(dir(self))}")]
+        raise AttributeError(f"{kind} has no {name!r}: {reasons[0][1]}")
+
+
 class TrainerEvents:
     """Keeps the state of a trainer and calls its callbacks with ``args``.
 
     It logs every ``log_every`` steps (0: never). ``max_steps`` is 0 if unknown.
     """
+
+    pop_callback, remove_callback = CallbackHandler.pop_callback, CallbackHandler.remove_callback
 
     def __init__(self, args: Any, log_every: int, log_first: bool, max_steps: int) -> None:
         self._args, self._log_every, self._log_first = args, log_every, log_first
@@ -80,8 +150,10 @@ class TrainerEvents:
     def on_checkpoint(self, path: Path) -> None:
         """Note a complete checkpoint, which may be that of an earlier step."""
         self._checkpoints.append(path)
+        if self.state.is_world_process_zero:
+            link_checkpoints(path.parent.parent)
         if step_of(path) == self.state.best_global_step:
-            self.state = replace(self.state, best_model_checkpoint=str(path))
+            self.state = replace(self.state, best_model_checkpoint=str(checkpoint_folder(path)))
 
     def on_evaluate(self, evaluation: Evaluation, sets: Sequence[str], prefix: str = "eval") -> dict[str, float]:
         """Log an evaluation, note whether it is the best, and return it by transformers' names."""
@@ -93,12 +165,12 @@ class TrainerEvents:
         values = self.log(values)
         self.call("on_evaluate", metrics=values)
         if self.state.best_metric is None or evaluation.loss < self.state.best_metric:
-            paths = [str(path) for path in self._checkpoints if step_of(path) == evaluation.step]
+            paths = [str(checkpoint_folder(path)) for path in self._checkpoints if step_of(path) == evaluation.step]
             best = {"best_global_step": evaluation.step, "best_model_checkpoint": paths[0] if paths else None}
             self.state = replace(self.state, best_metric=evaluation.loss, **best)
         return values
 
-    def log(self, values: dict[str, float]) -> dict[str, float]:
+    def log(self, values: dict[str, float], start_time: float | None = None) -> dict[str, float]:
         """Add values to ``state.log_history``, pass them on, and return them with the epoch."""
         values = {**values, "epoch": self.state.epoch}
         self.state.log_history.append({**values, "step": self.state.global_step})

@@ -250,8 +250,8 @@ def set_run_aside(run_dir: Path, is_own: Callable[[Mapping[str, Any]], bool]) ->
     ``is_own`` tells whether an event belongs to the new run. Raises UserError if the files cannot be moved.
     """
     entries, number = [name for name in _ARCHIVED if (run_dir / name).exists()], 1
-    harness = {results.parent.name for results in run_dir.glob("*/results_*.json")}  # of lm-evaluation-harness
-    entries += sorted(harness - {*entries})
+    files = (*run_dir.glob("*/results_*.json"), *run_dir.glob("checkpoint-*/step-*.h5"))  # of evaluations, of trainers
+    entries += sorted({file.parent.name for file in files} - {*entries})
     while any((run_dir / f"set-aside-{number}" / name).exists() for name in entries):
         number += 1
     target = run_dir / f"set-aside-{number}"

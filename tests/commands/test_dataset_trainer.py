@@ -14,12 +14,22 @@ import pytest
 import torch
 from huggingface_hub import constants
 from peft import LoraConfig
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    EarlyStoppingCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_utils import get_last_checkpoint
 
 import hetero_mpi
 from hetero_mpi.cli import main
-from hetero_mpi.interop.trainer_events import TrainerEvents
+from hetero_mpi.interop.trainer_events import TrainerEvents, link_checkpoints
 from hetero_mpi.interop.trainer_inputs import rows_file
+from hetero_mpi.rundir.run_directory import set_run_aside
+from hetero_mpi.state.directory import checkpoint_path
 from hetero_mpi.step_iterator import Step
 from tests.support.errors import refuses
 from tests.support.mpi import ROOT, finish_mpi, require_success
@@ -88,8 +98,12 @@ def test_each_argument_that_is_not_taken_is_named_with_the_reason() -> None:
     about = "\n".join(hetero_mpi.Trainer("model", given, train_dataset=ROWS).notes)
     assert "gradient_checkpointing" in about and "log_level, run_name" in about and "torch_dtype" in about
     trainer = hetero_mpi.DPOTrainer("model", None, {}, train_dataset=ROWS)
-    with pytest.raises(AttributeError, match=r"DPOTrainer.*'predict'.*evaluate"):
-        _ = trainer.predict
+    for name, shown in (("control", "evaluate"), ("get_train_dataloader", "train_dataset"), ("optimizer", "optim")):
+        with pytest.raises(AttributeError, match=f"DPOTrainer.*'{name}'.*{shown}"):
+            getattr(trainer, name)
+    kind: Any = type("Mine", (hetero_mpi.Trainer,), {"compute_loss": print, "log": print})
+    with refuses("trainer.argument", "Mine: compute_loss"):
+        kind("model", {}, train_dataset=ROWS)
     with refuses("trainer.not_trained", "save_model"):
         trainer.save_model()
     assert not [name for name in dir(trainer) if name.startswith("_")], "Python suggests them"
@@ -269,6 +283,32 @@ def test_rows_of_tokens_come_without_padding_and_texts_from_a_function() -> None
 def test_what_is_no_data_set_is_refused(name: str, rows: Any, shown: str) -> None:
     given = {"rows": rows} if name == "train_dataset" else {"eval_dataset": rows}
     refused({}, f"{name}: ", shown, kind="trainer.dataset", **given)
+
+
+def test_callbacks_are_removed_by_object_or_class_and_logs_are_added() -> None:
+    first, second = TrainerCallback(), EarlyStoppingCallback()
+    trainer = hetero_mpi.Trainer("model", {}, train_dataset=ROWS, callbacks=[first, second])
+    assert (trainer.pop_callback(ProgressCallback), trainer.pop_callback(EarlyStoppingCallback)) == (None, second)
+    trainer.remove_callback(first)
+    trainer.log({"mine": 1.0})
+    assert (trainer.callback_handler.callbacks, trainer.state.log_history[0]["mine"]) == ([], 1.0)
+
+
+def test_checkpoints_are_found_as_transformers_finds_them() -> None:
+    paths = [checkpoint_path(Path("checkpoints"), step) for step in (8, 16)]
+    Path("checkpoints").mkdir()
+    for path in paths:
+        path.touch()
+        link_checkpoints(Path())
+    found = Path(get_last_checkpoint("."))
+    assert found.name == "checkpoint-16" and [*found.iterdir()] == [found / paths[1].name]
+    paths[1].unlink()
+    Path("checkpoint-4").mkdir()
+    link_checkpoints(Path())
+    assert {path.name for path in Path().glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-8"}
+    set_run_aside(Path(), lambda event: False)
+    assert [path.name for path in Path().glob("checkpoint*")] == ["checkpoint-4"], "of another program"
+    assert Path(get_last_checkpoint("set-aside-1"), paths[0].name).exists()
 
 
 def test_epochs_are_counted_as_the_run_counts_them() -> None:

@@ -29,6 +29,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )  # fmt: skip
+from transformers.trainer_utils import get_last_checkpoint
 
 from hetero_mpi import DPOTrainer, SFTTrainer, UserError
 from hetero_mpi import Trainer as OurTrainer
@@ -292,9 +293,9 @@ def stopped_and_resumed(cases: Cases) -> Any:
     )
     first = trainer.train()
     trainer = SFTTrainer(cases.model, args, **given)
-    second = trainer.train(resume_from_checkpoint=f"{args.output_dir}/checkpoint-{first.global_step}")
+    second = trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
     assert second.losses[: len(first.losses)] == first.losses and second.result.name == "best"
-    assert Path(trainer.state.best_model_checkpoint).stem == f"step-{trainer.state.best_global_step:08d}"
+    assert trainer.state.best_model_checkpoint == f"{args.output_dir}/checkpoint-{trainer.state.best_global_step}"
     best = [trainer.state.best_metric, trainer.evaluate()["eval_loss"]]
     finished = SFTTrainer(cases.model, args, **given)
     assert finished.train(resume_from_checkpoint=True).losses == second.losses
