@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,16 +65,13 @@ class Job(LoadedJob):
         Raises:
             UserError: If the file or an override is invalid; lists all problems.
         """
-        return cls(**vars(load_job(path, settings=set)))
+        return cls(**vars(load_job(_argument("path", path, Path), settings=set)))
 
     @classmethod
     def build(
-        cls,
-        tables: Mapping[str, Mapping[str, Any]],
-        name: str = "job",
-        directory: str | Path = ".",
-        set: Mapping[str, Any] | None = None,
-    ) -> Job:
+        cls, tables: Mapping[str, Mapping[str, Any]], name: str = "job", directory: str | Path = ".",
+        set: Mapping[str, Any] | None = None
+    ) -> Job:  # fmt: skip
         """Build a job without a file.
 
         Args:
@@ -120,7 +118,9 @@ def profile(job: Job | str | Path, *, reprofile: bool = False) -> ClusterProfile
     with collective() as world:
         from hetero_mpi.commands.profile_command import measure
 
-        return measure(world, _job_or_path(job), reprofile)
+        with world.on_leader("reading the arguments"):
+            job = _argument("job", job, Path, Job) if world.rank == 0 else Path()
+        return measure(world, job, reprofile)
 
 
 def plan(job: Job | str | Path, profile: ClusterProfile | str | Path, user_plan: GivenPlan | None = None) -> PlanReport:
@@ -131,7 +131,9 @@ def plan(job: Job | str | Path, profile: ClusterProfile | str | Path, user_plan:
     Raises:
         UserError: If no plan fits, the profile was made for another job, or ``user_plan`` does not match the job.
     """
-    return chosen_plan(_question(job, profile), user_plan)
+    return chosen_plan(
+        _question(job, profile), user_plan and _argument("user_plan", user_plan, load_plan, Plan, PlanReport)
+    )
 
 
 def simulate(job: Job | str | Path, plan: GivenPlan, profile: ClusterProfile | str | Path) -> Simulation:
@@ -143,7 +145,7 @@ def simulate(job: Job | str | Path, plan: GivenPlan, profile: ClusterProfile | s
         UserError: If the plan or the profile does not match the job.
     """
     question = _question(job, profile)
-    report = chosen_plan(question, plan)
+    report = chosen_plan(question, plan and _argument("plan", plan, load_plan, Plan, PlanReport))
     step, plan = simulate_step(report.plan, question.profile), report.plan
     tokens_per_s = plan.global_batch * plan.sequence_length / step.step_s if step.step_s > 0 else float("inf")
     return Simulation(**vars(step), tokens_per_s=tokens_per_s, memory=report.memory, hosts=report.hosts, report=report)
@@ -157,22 +159,15 @@ def load_run(directory: str | Path) -> PastRun:
     Raises:
         UserError: If the directory is not a run directory, or one of its files is corrupted.
     """
-    return read_run(Path(directory))
+    return read_run(_argument("directory", directory, Path))
 
 
 def train(
-    job: Job | str | Path,
-    plan: GivenPlan | None = None,
-    profile: ClusterProfile | str | Path | None = None,
-    resume: str | Path | None = None,
-    *,
-    run_dir: str | Path | None = None,
-    reprofile: bool = False,
-    on_plan: Callable[[PlanReport], object] | None = None,
-    on_step: Callable[[Step], object] | None = None,
-    on_evaluate: Callable[[Evaluation], object] | None = None,
-    on_checkpoint: Callable[[Path], object] | None = None,
-) -> TrainResult:
+    job: Job | str | Path, plan: GivenPlan | None = None, profile: ClusterProfile | str | Path | None = None,
+    resume: str | Path | None = None, *, run_dir: str | Path | None = None, reprofile: bool = False,
+    on_plan: Callable[[PlanReport], object] | None = None, on_step: Callable[[Step], object] | None = None,
+    on_evaluate: Callable[[Evaluation], object] | None = None, on_checkpoint: Callable[[Path], object] | None = None
+) -> TrainResult:  # fmt: skip
     """Train a job to completion, as the command ``train`` does, and return the result on all ranks. Collective.
 
     All ranks use the arguments of rank 0, which alone reads the files that they name. The program can use MPI afterwards, and can
@@ -196,12 +191,8 @@ def train(
     Raises:
         UserError: On all ranks. Its ``exit_code`` is ``ExitCode.STOPPED`` if a signal ended the run with a checkpoint.
     """
-    callbacks: dict[type, Callable[[Any], object] | None] = {
-        PlanReport: on_plan,
-        Step: on_step,
-        Evaluation: on_evaluate,
-        Path: on_checkpoint,
-    }
+    callbacks: dict[type, Callable[[Any], object] | None] = {PlanReport: on_plan, Step: on_step}
+    callbacks |= {Evaluation: on_evaluate, Path: on_checkpoint}
 
     def receive(event: RunEvent) -> Reply:
         try:
@@ -218,14 +209,9 @@ def train(
 
 
 def steps(
-    job: Job | str | Path,
-    plan: GivenPlan | None = None,
-    profile: ClusterProfile | str | Path | None = None,
-    resume: str | Path | None = None,
-    *,
-    run_dir: str | Path | None = None,
-    reprofile: bool = False,
-) -> Steps:
+    job: Job | str | Path, plan: GivenPlan | None = None, profile: ClusterProfile | str | Path | None = None,
+    resume: str | Path | None = None, *, run_dir: str | Path | None = None, reprofile: bool = False
+) -> Steps:  # fmt: skip
     """Iterate over the steps of a run on all ranks: ``for step in hetero_mpi.steps(job): ...``. The first step starts the run.
 
     Arguments, errors and metrics are those of ``train``. The loop body runs on every rank between steps. Leaving the loop on any
@@ -252,15 +238,9 @@ def _prepare_thread() -> None:
 
 
 def _run(
-    on_event: OnEvent | None,
-    stop: StopRequest | None,
-    job: Job | str | Path,
-    plan: GivenPlan | None,
-    profile: ClusterProfile | str | Path | None,
-    resume: str | Path | None,
-    run_dir: str | Path | None,
-    reprofile: bool,
-) -> TrainResult | None:
+    on_event: OnEvent | None, stop: StopRequest | None, job: Job | str | Path, plan: GivenPlan | None,
+    profile: ClusterProfile | str | Path | None, resume: str | Path | None, run_dir: str | Path | None, reprofile: bool
+) -> TrainResult | None:  # fmt: skip
     """Train with rank 0's arguments. If any rank has callbacks, events are sent to all ranks."""
     with collective(stop is not None) as world:
         from hetero_mpi.training.setup.context import TrainOptions
@@ -268,32 +248,29 @@ def _run(
 
         if any(world.all_gather_json(on_event is not None)):
             on_event = on_event or (lambda event: Reply.GO_ON)
-        shared: dict[str, Any] | None = None
-        with world.on_leader("reading plan and profile"):
+        read_job, shared = Path(), dict[str, Any]()
+        with world.on_leader("reading the arguments"):
             if world.rank == 0:
-                given_plan = load_plan(plan) if isinstance(plan, (str, Path)) else plan
-                given_profile = load_profile(profile) if isinstance(profile, (str, Path)) else profile
-                shared = {
-                    "plan": plan_to_dict(given_plan) if given_plan is not None else None,
-                    "profile": profile_to_dict(given_profile) if given_profile is not None else None,
-                    "resume": str(resume) if resume is not None else None,
-                    "run_dir": str(run_dir) if run_dir is not None else None,
-                    "reprofile": reprofile,
-                }
+                read_job = _argument("job", job, Path, Job)
+                shared = {"resume": resume and str(resume), "run_dir": run_dir and str(run_dir), "reprofile": reprofile}
+                if plan is not None:
+                    shared["plan"] = plan_to_dict(_argument("plan", plan, load_plan, Plan, PlanReport))
+                if profile is not None:
+                    shared["profile"] = profile_to_dict(_argument("profile", profile, load_profile, ClusterProfile))
         shared = world.broadcast_json(shared)
-        options = TrainOptions(
-            job=_job_or_path(job),
-            run_dir=shared["run_dir"],
-            resume=shared["resume"],
-            plan=plan_from_dict(shared["plan"]) if shared["plan"] is not None else None,
-            profile=profile_from_dict(shared["profile"]) if shared["profile"] is not None else None,
-            reprofile=shared["reprofile"],
-        )
-        return train_on_ranks(world, options, on_event, stop)
+        readers: dict[str, Callable[[Any], Any]] = {"plan": plan_from_dict, "profile": profile_from_dict}
+        shared |= {key: readers[key](shared[key]) for key in readers if key in shared}
+        return train_on_ranks(world, TrainOptions(read_job, **shared), on_event, stop)
 
 
-def _job_or_path(job: Job | str | Path) -> Job | Path:
-    return job if isinstance(job, Job) else Path(job)
+def _argument(name: str, value: Any, read: Callable[[Any], Any], *kinds: type) -> Any:
+    """Return an argument of one of ``kinds``, or what ``read`` makes of a path. Raises UserError for another type."""
+    if isinstance(value, (str, PathLike)):
+        return read(value)
+    if not isinstance(value, kinds):
+        expected = f"a {kinds[0].__name__} or the path of its file" if kinds else "the path of a file"
+        raise UserError("api.argument", f"{name}: must be {expected}, not {type(value).__name__}")
+    return value
 
 
 @contextlib.contextmanager
@@ -332,8 +309,8 @@ def collective(run_thread: bool = False) -> Iterator[World]:
 
 def _question(job: Job | str | Path, profile: ClusterProfile | str | Path) -> PlanQuestion:
     """Build the planner's input from a job and a profile, either of which may be the path of a file."""
-    loaded = job if isinstance(job, Job) else Job.load(job)
-    if not isinstance(profile, ClusterProfile):
-        return plan_question(loaded, load_profile(profile), str(profile))
-    checked = profile_from_dict(profile_to_dict(profile), "the given profile")
-    return plan_question(loaded, checked)
+    loaded = _argument("job", job, Job.load, Job)
+    read: ClusterProfile = _argument("profile", profile, load_profile, ClusterProfile)
+    if read is not profile:
+        return plan_question(loaded, read, str(profile))
+    return plan_question(loaded, profile_from_dict(profile_to_dict(read), "the given profile"))

@@ -36,7 +36,9 @@ from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.shipped import profile_file, shipped_profiles
 from hetero_mpi.util.terminal import wrap_text
 
-OTHER_PROFILE = "Plan with a profile of this job (`profile JOB -o FILE`), or change the job (--set table.key=value)."
+OTHER_PROFILE = (
+    "Plan with a profile of this job (`profile JOB -o FILE`; in Python, profile(job)), or change these keys of the job."
+)
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 DEFAULT_SEQUENCES_PER_RANK = 4
 MIN_BATCH = 32
@@ -122,14 +124,9 @@ def _inspect_run(directory: Path, picture: Path | None, every: bool) -> list[str
 
 
 def plan(
-    job: Path | None,
-    overrides: Sequence[str],
-    profile: Path | None,
-    plan_source: Path | None,
-    output: Path | None,
-    explain: bool,
-    as_json: bool,
-) -> str | list[str]:
+    job: Path | None, overrides: Sequence[str], profile: Path | None, plan_source: Path | None, output: Path | None,
+    explain: bool, as_json: bool
+) -> str | list[str]:  # fmt: skip
     """Analyse the planner's plan for a job, or a given plan. Returns lines to print or, with ``as_json``, a JSON object.
 
     Without a job and a profile, list the profiles.
@@ -183,13 +180,9 @@ def _planner_report(question: PlanQuestion, fallback: PlanReport) -> tuple[PlanR
 
 
 def simulation(
-    job: Path | None,
-    overrides: Sequence[str],
-    profile: Path | None,
-    plan_source: Path | None,
-    output: Path | None,
-    shared_nic: bool,
-) -> list[str]:
+    job: Path | None, overrides: Sequence[str], profile: Path | None, plan_source: Path | None, output: Path | None,
+    shared_nic: bool
+) -> list[str]:  # fmt: skip
     """Simulate a step, write ``timeline.png``, ``timeline.svg`` and ``trace.json``, and return the lines to print."""
     from hetero_mpi.report.figures.style import save
     from hetero_mpi.report.figures.timeline import Panel, timeline

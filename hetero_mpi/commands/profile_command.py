@@ -35,7 +35,7 @@ def measure(world: World, job: Path | LoadedJob, reprofile: bool) -> ClusterProf
         raise CollectiveUserError(
             "emulation.not_measured",
             f"cannot measure with [cluster] emulate = {loaded.job.cluster.emulate!r}, which takes all times from that profile: "
-            f'add --set cluster.emulate=""',
+            'clear it (--set cluster.emulate="", or set={"cluster.emulate": None} in Python)',
         )
     with MpiTransport(world.comm, threaded=loaded.job.cluster.communication_thread) as transport:
         ready = setup.set_up(world, transport, loaded, run_dir)

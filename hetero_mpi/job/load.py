@@ -108,12 +108,9 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), settings: Mapping[
 
 
 def job_from_tables(
-    tables: Mapping[str, Mapping[str, Any]],
-    name: str,
-    directory: str | Path,
-    settings: Mapping[str, Any] | None = None,
-    overrides: Sequence[str] = (),
-) -> LoadedJob:
+    tables: Mapping[str, Mapping[str, Any]], name: str, directory: str | Path,
+    settings: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
+) -> LoadedJob:  # fmt: skip
     """Build a job from Python values instead of a file.
 
     Args:
@@ -190,6 +187,10 @@ class _Draft:
                 self._put("--set", text, keys, override_value(value.strip()))
             except toml.TomlError as error:
                 self._add("job.set", f"--set {text}: the value is not valid TOML: {error}")
+        if not isinstance(settings, Mapping):
+            raise UserError(
+                "api.argument", f'set: must be a dict, such as {{"train.steps": 6}}, not {type(settings).__name__}'
+            )
         for dotted, value in settings.items():
             keys = [part.strip() for part in dotted.split(".")]
             if _is_key(keys):

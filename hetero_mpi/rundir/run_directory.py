@@ -72,7 +72,7 @@ def claim(run_dir: str | Path, tell: Callable[[str], None] = write_line) -> Iter
             raise UserError(
                 "run.in_use",
                 f"a run directory is for one run at a time; {directory} is in use by {_holder(file)}. "
-                "Wait for that run, stop it, or choose another directory with --run-dir.",
+                "Wait for that run, stop it, or choose another directory (--run-dir, run_dir=).",
             ) from None
         before = os.stat(file.fileno())
         file.truncate(0)
@@ -105,7 +105,7 @@ def opened_in(run_dir: Path, name: str) -> TextIO:
         raise UserError(
             "run.unwritable",
             f"the run directory must be a writable directory; {run_dir} is not: {error.strerror}. "
-            "Choose another with output.run_dir or --run-dir.",
+            "Choose another (output.run_dir, --run-dir).",
         ) from None
 
 
@@ -164,16 +164,9 @@ def own_event(values: Mapping[str, Any]) -> bool:
 
 
 def describe_run(
-    directory: Path,
-    name: str,
-    job_file: str,
-    job: Mapping[str, Any],
-    versions: Mapping[str, str],
-    ranks: int,
-    step: int,
-    skipped_records: int = 0,
-    run_id: str = "",
-) -> None:
+    directory: Path, name: str, job_file: str, job: Mapping[str, Any], versions: Mapping[str, str], ranks: int,
+    step: int, skipped_records: int = 0, run_id: str = ""
+) -> None:  # fmt: skip
     """Write ``run.json`` when training starts from ``step``. Earlier starts of a resumed run are retained."""
     path = directory / RUN_NAME
     starts = [entry for entry in run_starts(run_json(path)) if step > 0 and entry["step"] <= step]
@@ -240,7 +233,7 @@ def refuse_files_of_run(run_dir: Path, read: Iterable[Path]) -> None:
         raise UserError(
             "run.files_in_use",
             f"a new run archives the earlier run in its directory, {run_dir}, but this run reads {used} there: choose another "
-            f"directory with --run-dir, or continue with --resume.",
+            f"directory (--run-dir, run_dir=), or resume the earlier run (--resume, resume=).",
         )
 
 
@@ -273,8 +266,8 @@ def set_run_aside(run_dir: Path, is_own: Callable[[Mapping[str, Any]], bool]) ->
             shutil.rmtree(target, ignore_errors=True)
         raise UserError(
             "run.not_archived",
-            f"{run_dir} contains a run, which could not be moved to {target} ({error.strerror}): choose another directory with "
-            "--run-dir, or continue with --resume.",
+            f"{run_dir} contains a run, which could not be moved to {target} ({error.strerror}): choose another directory "
+            "(--run-dir, run_dir=), or resume the earlier run (--resume, resume=).",
         ) from None
     return target
 

@@ -33,14 +33,9 @@ MAX_PEAK_RATIO = 10.0
 
 
 def check_fits(
-    reader: CheckpointReader,
-    path: Path,
-    chain: LayerChain,
-    tuning: Tuning,
-    train: TrainTable,
-    sequence_length: int,
-    names: Collection[str] | None = None,
-) -> None:
+    reader: CheckpointReader, path: Path, chain: LayerChain, tuning: Tuning, train: TrainTable, sequence_length: int,
+    names: Collection[str] | None = None
+) -> None:  # fmt: skip
     """Reject a stored state from which this job would not continue the run. Raises UserError with the first difference.
 
     ``names``: names of the model's tensors in a shard; None for a checkpoint, which has all tensors.
@@ -169,7 +164,7 @@ def check_data(then: str | None, path: Path, fingerprint: str, allowed: bool) ->
             "resume.data",
             f"{path} was written with different data: its files, tokenizer or split have changed, so the run would not "
             "continue where it left off; restore the data, start without resuming, or continue with the new data: "
-            "--set checkpoint.allow_other_data=true",
+            "checkpoint.allow_other_data=true (--set, or set= in Python)",
         )
     return "The data has changed since the checkpoint was written; the run uses the new data, as the job allows"
 

@@ -117,3 +117,10 @@ def test_the_programs_and_commands_of_the_document_run_in_an_empty_folder(tmp_pa
     assert printed.count("## Continuation") >= 3 and "[1, 2, 3, 4, 5, 6] " in printed
     assert "step-00000006.h5 is complete" in printed and "training resumed after step 3 on 2 ranks" in printed
     assert "4 steps, evaluation loss" in printed and (tmp_path / "tuned" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("job", [None, {"train": {"steps": 6}}])
+def test_an_argument_of_another_type_is_named(job: Any) -> None:
+    for call in (lambda: hetero_mpi.plan(job, "moe-4090-3060"), lambda: hetero_mpi.Job.load(job)):
+        with refuses("api.argument", type(job).__name__):
+            call()

@@ -234,12 +234,9 @@ def _known_profile(
 
 
 def obtain_plan(
-    context: RunContext,
-    profile: ClusterProfile,
-    request: PlanRequest,
-    pending: Pending,
-    user_plan: Path | Plan | None = None,
-) -> PlanReport:
+    context: RunContext, profile: ClusterProfile, request: PlanRequest, pending: Pending,
+    user_plan: Path | Plan | None = None
+) -> PlanReport:  # fmt: skip
     """Return the completed ``user_plan`` or the planner's plan, after a dry run of its schedule. Collective.
 
     Only rank 0 uses ``user_plan``. Raises UserError if it does not suit the job, or if no plan fits the memory budgets.
@@ -272,7 +269,7 @@ def _given_plan(
         which = "the given plan" if isinstance(user_plan, Plan) else user_plan
         raise UserError(
             "plan.other_job",
-            f"{which} does not fit this job on these ranks:\n{error}\nCorrect it, or omit --plan to plan again",
+            f"{which} does not fit this job on these ranks:\n{error}\nCorrect it, or omit it to plan again",
         ) from None
     say(*difference_lines(plan, request))
     return report
