@@ -26,7 +26,7 @@ TABLE = read_names("other_tools.toml")
 _KNOWN = toml.loads(Path(__file__).with_name("known_keys.toml").read_text(encoding="utf-8"))["keys"]
 TOOLS = ("axolotl", "llamafactory", "trl")
 PATHS = ("model.path", "tokenizer.path", "adapter.path")
-NOT_UNDERSTOOD = "unknown, perhaps misspelled"
+NOT_UNDERSTOOD, OFF = "unknown, perhaps misspelled", "off there too"
 _LISTS = ("adapter.modules_to_save", "tokenizer.add", "tokenizer.add_special")
 """Keys whose value may be a comma-separated string."""
 _COLUMNS = ("field", "text_column", "columns")
@@ -150,7 +150,7 @@ class JobDraft:
             self._stop(where + key, value, group["reason"])
         else:
             reason = group["reason"].partition("; remove")[0]
-            reason = reason if enabled or "unless" in group or not group.get("differs") else "off there too"
+            reason = reason if enabled or "unless" in group or not group.get("differs") else OFF
             self._leave(where + key, value, reason, differs=group.get("differs", False) and enabled)
 
     def _stop(self, key: str, value: Any, reason: str) -> None:

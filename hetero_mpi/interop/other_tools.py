@@ -14,7 +14,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from hetero_mpi.interop.job_draft import NOT_UNDERSTOOD, TABLE, JobDraft, keys_of, number_of, tables_of
+from hetero_mpi.interop.job_draft import NOT_UNDERSTOOD, OFF, TABLE, JobDraft, keys_of, number_of, tables_of
 from hetero_mpi.interop.other_files import read_keys
 from hetero_mpi.job.contradictions import objectives_by_key
 from hetero_mpi.job.load import job_from_tables
@@ -71,7 +71,7 @@ def convert_arguments(name: str, args: Mapping[str, Any], changed: Set[str]) -> 
     """
     draft = _Draft(Path(name), args, Path.cwd(), None, "trl")
     harmless = {group["reason"] for table in tables_of("trl") for group in table["left"] if group.get("told")}
-    harmless |= {PARTS[part] for part in TABLE["without_effect"]}
+    harmless |= {OFF, *(PARTS[part] for part in TABLE["without_effect"])}
     omitted = {(text.partition(" = ")[0], why) for why, names in draft.omitted.items() for text in names}
     rows = sorted({row for row in omitted if row[0] in changed} | {(key, why) for key, _, why in draft.stops})
     values = {ours: value for ours, (value, _) in draft.values.items()}
@@ -116,7 +116,7 @@ class _Draft(JobDraft):
         for step in (self._adapter, self._data, self._training, self._evaluation, self._output):
             step()
         for part in self._parts.keys() - self._used:
-            self._leave_part(part, PARTS[part])
+            self._leave_part(part, OFF if self._of(part) in (False, "none", "no") else PARTS[part])
 
     def _preference(self, source: Mapping[str, Any]) -> str:
         """Convert the preference objective and return its name, or "none" for supervised training."""
@@ -192,7 +192,8 @@ class _Draft(JobDraft):
         sets = self._sets("texts") or self._sets("datasets")
         names, columns = [name for name, _ in sets], [column for _, column in sets]
         if not sets:
-            reason = self.kind_of_file or "has no dataset"
+            known = sorted(key for key, ours in self._keys.items() if ours in ("=datasets", "=texts"))
+            reason = self.kind_of_file or f"has no dataset ({', '.join(known)})"
             raise UserError("convert.no_data", f"{self.file}: {reason}, so no job was written")
         texts = all(isinstance(column, str) for column in columns)
         if any(isinstance(column, str) for column in columns) > texts:
