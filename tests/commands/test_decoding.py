@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import random
@@ -54,6 +55,7 @@ from hetero_mpi.model.tuning import nothing_trained
 from tests.support.family_configs import VOCABULARY, tiny_keys
 from tests.support.ranks import LoopbackNetwork
 from tests.support.stages import stage_of
+from tests.support.tiers import slow_unless
 from tests.support.training_cases import Case, corpus, model_directory, tokenizer_directory
 
 
@@ -384,12 +386,21 @@ def rounds_by(
     return results[0], lengths
 
 
+SHAPES = {
+    "one stage": ((), (0,), 4),
+    "V": ((2, 3, 4), (1, 0, 0, 1), 4),
+    "V, one by one": ((2, 3, 4), (1, 0, 0, 1), 1),
+}
+QUICK_SHAPES = {("llama", "V"), ("mistral", "V, one by one"), ("phi3", "one stage")}
+
+
 @pytest.mark.parametrize(
-    ("cuts", "ranks", "width"),
-    [((), (0,), 4), ((2, 3, 4), (1, 0, 0, 1), 4), ((2, 3, 4), (1, 0, 0, 1), 1)],
-    ids=["one stage", "V", "V, one by one"],
+    ("family", "cuts", "ranks", "width"),
+    [
+        pytest.param(family, *shape, id=f"{family}-{name}", marks=slow_unless((family, name) in QUICK_SHAPES))
+        for family, (name, shape) in itertools.product(BATCHED, SHAPES.items())
+    ],
 )
-@pytest.mark.parametrize("family", BATCHED)
 def test_a_text_in_a_batch_has_the_bits_of_the_text_alone(
     family: str, cuts: tuple[int, ...], ranks: tuple[int, ...], width: int, tmp_path: Path
 ) -> None:
@@ -413,6 +424,8 @@ def test_a_text_in_a_batch_has_the_bits_of_the_text_alone(
         assert [one.tokens[number] for one in together if number in one.tokens] == generated(model, task)
 
 
+QUICK_ADAPTED = {("llama", 2, 2), ("minicpm3", 1, 0)}
+"""Family, number of ranks, number of keys that make the model."""
 BESIDE: list[dict[str, Any]] = [
     {"rank": 2, "alpha": 8.0, "targets": ["up_proj", "down_proj"]},
     {"rank": 3, "alpha": 6.0, "targets": "all-linear", "rslora": True},
@@ -420,9 +433,15 @@ BESIDE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("cuts", "ranks"), [((), (0,)), ((3,), (0, 1))], ids=["one rank", "two ranks"])
-@pytest.mark.parametrize("made", [{}, {"dtype": "bf16", "nf4": True}], ids=["fp32", "bf16 and NF4"])
-@pytest.mark.parametrize("family", ["llama", "minicpm3"])
+@pytest.mark.parametrize(
+    ("family", "made", "cuts", "ranks"),
+    [
+        pytest.param(family, made, cuts, ranks, marks=slow_unless((family, len(ranks), len(made)) in QUICK_ADAPTED))
+        for family, made, (cuts, ranks) in itertools.product(
+            ["llama", "minicpm3"], [{}, {"dtype": "bf16", "nf4": True}], [((), (0,)), ((3,), (0, 1))]
+        )
+    ],
+)
 def test_texts_of_several_adapters_have_the_bits_of_each_alone(
     family: str, made: dict[str, Any], cuts: tuple[int, ...], ranks: tuple[int, ...], tmp_path: Path
 ) -> None:

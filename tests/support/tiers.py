@@ -90,6 +90,11 @@ class Tiers:
 BEGUN = pytest.StashKey[tuple[float, int]]()
 
 
+def slow_unless(quick: bool) -> tuple[pytest.MarkDecorator, ...]:
+    """Marks of a case of which only some are quick tests."""
+    return () if quick else (pytest.mark.slow,)
+
+
 def tier_of(item: pytest.Item) -> str:
     if "stand_in_gpu" in item.nodeid:  # one slow test runs all of them
         return "slow"
