@@ -56,6 +56,7 @@ def link_checkpoints(run_dir: Path) -> None:
 class TrainerMembers:
     """Members of transformers' ``Trainer`` that scripts use besides training."""
 
+    args: Any
     is_fsdp_enabled = is_deepspeed_enabled = False
     log_metrics, save_metrics = trainer_pt_utils.log_metrics, trainer_pt_utils.save_metrics
     save_state, accelerator = trainer_pt_utils.save_state, property(accelerator)
@@ -84,9 +85,15 @@ class TrainerMembers:
         return bool(self.accelerator.is_local_main_process)
 
     def end(self, *_: Any, **__: Any) -> None:
-        """Do nothing: each run has ended its trackers, and ``save_model`` and ``push_to_hub`` write the model card."""
+        """Do nothing: each run has ended its trackers."""
 
-    create_model_card = init_hf_repo = store_flos = end
+    init_hf_repo = store_flos = end
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """Say what writes a model card; scripts call this on rank 0 only."""
+        write_line(
+            f"no model card yet: `hetero-mpi export {self.args.output_dir} OUT` writes a model or adapter with one"
+        )
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if not name.startswith("_")]

@@ -344,16 +344,9 @@ def test_rotary_tables_are_those_of_each_text(family: str, tmp_path: Path) -> No
 
 
 def rounds_by(
-    path: Path,
-    cuts: tuple[int, ...],
-    ranks: tuple[int, ...],
-    tasks: dict[int, Task],
-    piece_tokens: int,
-    rests: Sequence[tuple[int, ...]] = (),
-    width: int = 1,
-    later: Sequence[dict[int, Task]] = (),
-    **made: Any,
-) -> tuple[list[Round], list[int]]:
+    path: Path, cuts: tuple[int, ...], ranks: tuple[int, ...], tasks: dict[int, Task], piece_tokens: int,
+    rests: Sequence[tuple[int, ...]] = (), width: int = 1, later: Sequence[dict[int, Task]] = (), **made: Any
+) -> tuple[list[Round], list[int]]:  # fmt: skip
     """What a thread per rank writes round by round, and the tokens that each stage got at once.
 
     ``ranks``: of the stages; ``rests``: of each round from the second on, the texts that rest; ``later``: tasks that begin after
