@@ -69,9 +69,12 @@ class Job(LoadedJob):
 
     @classmethod
     def build(
-        cls, tables: Mapping[str, Mapping[str, Any]], name: str = "job", directory: str | Path = ".",
-        set: Mapping[str, Any] | None = None
-    ) -> Job:  # fmt: skip
+        cls,
+        tables: Mapping[str, Mapping[str, Any]],
+        name: str = "job",
+        directory: str | Path = ".",
+        set: Mapping[str, Any] | None = None,
+    ) -> Job:
         """Build a job without a file.
 
         Args:
@@ -163,11 +166,18 @@ def load_run(directory: str | Path) -> PastRun:
 
 
 def train(
-    job: Job | str | Path, plan: GivenPlan | None = None, profile: ClusterProfile | str | Path | None = None,
-    resume: str | Path | None = None, *, run_dir: str | Path | None = None, reprofile: bool = False,
-    on_plan: Callable[[PlanReport], object] | None = None, on_step: Callable[[Step], object] | None = None,
-    on_evaluate: Callable[[Evaluation], object] | None = None, on_checkpoint: Callable[[Path], object] | None = None
-) -> TrainResult:  # fmt: skip
+    job: Job | str | Path,
+    plan: GivenPlan | None = None,
+    profile: ClusterProfile | str | Path | None = None,
+    resume: str | Path | None = None,
+    *,
+    run_dir: str | Path | None = None,
+    reprofile: bool = False,
+    on_plan: Callable[[PlanReport], object] | None = None,
+    on_step: Callable[[Step], object] | None = None,
+    on_evaluate: Callable[[Evaluation], object] | None = None,
+    on_checkpoint: Callable[[Path], object] | None = None,
+) -> TrainResult:
     """Train a job to completion, as the command ``train`` does, and return the result on all ranks. Collective.
 
     All ranks use the arguments of rank 0, which alone reads the files that they name. The program can use MPI afterwards, and can
@@ -209,9 +219,14 @@ def train(
 
 
 def steps(
-    job: Job | str | Path, plan: GivenPlan | None = None, profile: ClusterProfile | str | Path | None = None,
-    resume: str | Path | None = None, *, run_dir: str | Path | None = None, reprofile: bool = False
-) -> Steps:  # fmt: skip
+    job: Job | str | Path,
+    plan: GivenPlan | None = None,
+    profile: ClusterProfile | str | Path | None = None,
+    resume: str | Path | None = None,
+    *,
+    run_dir: str | Path | None = None,
+    reprofile: bool = False,
+) -> Steps:
     """Iterate over the steps of a run on all ranks: ``for step in hetero_mpi.steps(job): ...``. The first step starts the run.
 
     Arguments, errors and metrics are those of ``train``. The loop body runs on every rank between steps. Leaving the loop on any
@@ -238,9 +253,15 @@ def _prepare_thread() -> None:
 
 
 def _run(
-    on_event: OnEvent | None, stop: StopRequest | None, job: Job | str | Path, plan: GivenPlan | None,
-    profile: ClusterProfile | str | Path | None, resume: str | Path | None, run_dir: str | Path | None, reprofile: bool
-) -> TrainResult | None:  # fmt: skip
+    on_event: OnEvent | None,
+    stop: StopRequest | None,
+    job: Job | str | Path,
+    plan: GivenPlan | None,
+    profile: ClusterProfile | str | Path | None,
+    resume: str | Path | None,
+    run_dir: str | Path | None,
+    reprofile: bool,
+) -> TrainResult | None:
     """Train with rank 0's arguments. If any rank has callbacks, events are sent to all ranks."""
     with collective(stop is not None) as world:
         from hetero_mpi.training.setup.context import TrainOptions

@@ -72,11 +72,22 @@ class DatasetTrainer(TrainerMembers):
     """TRL's name for the objective; None: the class of the arguments determines it."""
 
     def __init__(
-        self, model: Any = None, args: Any = None, data_collator: Callable[[Any], Any] | None = None,
-        train_dataset: Any = None, eval_dataset: Any = None, processing_class: Any = None, *, callbacks: Any = None,
-        peft_config: Any = None, quantization_config: Any = None, formatting_func: Callable[[Any], Any] | None = None,
-        tokenizer: Any = None, set: Mapping[str, Any] | None = None, **options: Any
-    ) -> None:  # fmt: skip
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Callable[[Any], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        *,
+        callbacks: Any = None,
+        peft_config: Any = None,
+        quantization_config: Any = None,
+        formatting_func: Callable[[Any], Any] | None = None,
+        tokenizer: Any = None,
+        set: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         trainer, loaded = type(self).__name__.removeprefix("Dataset"), hasattr(model, "save_pretrained")
         is_valid = loaded or isinstance(model, (str, PathLike))
         require(is_valid, "trainer.model", "model", "a directory, the name of a Hub model or a loaded model", model)

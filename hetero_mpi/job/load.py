@@ -108,9 +108,12 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), settings: Mapping[
 
 
 def job_from_tables(
-    tables: Mapping[str, Mapping[str, Any]], name: str, directory: str | Path,
-    settings: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
-) -> LoadedJob:  # fmt: skip
+    tables: Mapping[str, Mapping[str, Any]],
+    name: str,
+    directory: str | Path,
+    settings: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+) -> LoadedJob:
     """Build a job from Python values instead of a file.
 
     Args:

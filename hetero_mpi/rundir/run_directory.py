@@ -164,9 +164,16 @@ def own_event(values: Mapping[str, Any]) -> bool:
 
 
 def describe_run(
-    directory: Path, name: str, job_file: str, job: Mapping[str, Any], versions: Mapping[str, str], ranks: int,
-    step: int, skipped_records: int = 0, run_id: str = ""
-) -> None:  # fmt: skip
+    directory: Path,
+    name: str,
+    job_file: str,
+    job: Mapping[str, Any],
+    versions: Mapping[str, str],
+    ranks: int,
+    step: int,
+    skipped_records: int = 0,
+    run_id: str = "",
+) -> None:
     """Write ``run.json`` when training starts from ``step``. Earlier starts of a resumed run are retained."""
     path = directory / RUN_NAME
     starts = [entry for entry in run_starts(run_json(path)) if step > 0 and entry["step"] <= step]

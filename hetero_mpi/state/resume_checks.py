@@ -33,9 +33,14 @@ MAX_PEAK_RATIO = 10.0
 
 
 def check_fits(
-    reader: CheckpointReader, path: Path, chain: LayerChain, tuning: Tuning, train: TrainTable, sequence_length: int,
-    names: Collection[str] | None = None
-) -> None:  # fmt: skip
+    reader: CheckpointReader,
+    path: Path,
+    chain: LayerChain,
+    tuning: Tuning,
+    train: TrainTable,
+    sequence_length: int,
+    names: Collection[str] | None = None,
+) -> None:
     """Reject a stored state from which this job would not continue the run. Raises UserError with the first difference.
 
     ``names``: names of the model's tensors in a shard; None for a checkpoint, which has all tensors.

@@ -171,9 +171,14 @@ class Saver(BesideTraining):
     """
 
     def __init__(
-        self, world: World, snapshots: Snapshots, directory: Path, table: CheckpointTable, threaded: bool,
-        newest: Path | None = None
-    ) -> None:  # fmt: skip
+        self,
+        world: World,
+        snapshots: Snapshots,
+        directory: Path,
+        table: CheckpointTable,
+        threaded: bool,
+        newest: Path | None = None,
+    ) -> None:
         self._own_transport = MpiTransport(world.comm, threaded=False)
         super().__init__(world, self._own_transport)
         self.directory, self.table, self.newest = directory, table, newest

@@ -91,9 +91,14 @@ class HostAgent:
     """
 
     def __init__(
-        self, agent: Sequence[str], name: str, local: bool, python: str = sys.executable, directory: str = "",
-        variables: Mapping[str, str] | None = None
-    ) -> None:  # fmt: skip
+        self,
+        agent: Sequence[str],
+        name: str,
+        local: bool,
+        python: str = sys.executable,
+        directory: str = "",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         words, directory = [python, "-m", PROGRAM], directory or os.getcwd()
         environment = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ} | dict(variables or {})
         if not local:

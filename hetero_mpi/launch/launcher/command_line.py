@@ -135,9 +135,13 @@ def guard_join(program: Sequence[str], mpirun_args: Sequence[str]) -> list[str]:
 
 
 def add_open_mpi(
-    command: CommandLine, launcher: Launcher, np: int, single_machine: bool, choice: InterfaceChoice | None,
-    mpirun_args: list[str]
-) -> None:  # fmt: skip
+    command: CommandLine,
+    launcher: Launcher,
+    np: int,
+    single_machine: bool,
+    choice: InterfaceChoice | None,
+    mpirun_args: list[str],
+) -> None:
     """Add Open MPI's options for any program. ``mpirun_args``: the user's own options, which take precedence."""
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.add("Open MPI requires confirmation to run as root", **AS_ROOT)
@@ -194,9 +198,13 @@ def physical_cores() -> int:
 
 
 def hosts_command(
-    launcher: Launcher, shares: Shares, program_args: Sequence[str], mpirun_args: Sequence[str] = (),
-    mesh: Mesh | None = None, resolve_host: Callable[[str], str] | None = None
-) -> CommandLine:  # fmt: skip
+    launcher: Launcher,
+    shares: Shares,
+    program_args: Sequence[str],
+    mpirun_args: Sequence[str] = (),
+    mesh: Mesh | None = None,
+    resolve_host: Callable[[str], str] | None = None,
+) -> CommandLine:
     """Build the command line for ``python -m hetero_mpi PROGRAM_ARGS`` on ``shares``.
 
     Args:

@@ -120,9 +120,14 @@ class WatchedHosts:
     """
 
     def __init__(
-        self, hosts: Sequence[HostEntry], agent: Sequence[str], supervisor: str, timeout_s: float, run_dir: Path,
-        entries: Mapping[str, Host] | None = None
-    ) -> None:  # fmt: skip
+        self,
+        hosts: Sequence[HostEntry],
+        agent: Sequence[str],
+        supervisor: str,
+        timeout_s: float,
+        run_dir: Path,
+        entries: Mapping[str, Host] | None = None,
+    ) -> None:
         local_ips = {item.address for item in local_addresses()}
         self.watched = []
         for number, entry in enumerate(hosts):

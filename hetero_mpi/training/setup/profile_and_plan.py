@@ -234,9 +234,12 @@ def _known_profile(
 
 
 def obtain_plan(
-    context: RunContext, profile: ClusterProfile, request: PlanRequest, pending: Pending,
-    user_plan: Path | Plan | None = None
-) -> PlanReport:  # fmt: skip
+    context: RunContext,
+    profile: ClusterProfile,
+    request: PlanRequest,
+    pending: Pending,
+    user_plan: Path | Plan | None = None,
+) -> PlanReport:
     """Return the completed ``user_plan`` or the planner's plan, after a dry run of its schedule. Collective.
 
     Only rank 0 uses ``user_plan``. Raises UserError if it does not suit the job, or if no plan fits the memory budgets.
