@@ -146,8 +146,12 @@ def test_a_place_that_cannot_be_written_is_known_before_the_weights(tmp_path: Pa
             _check(EvaluateOptions(tmp_path, output=tmp_path / place))
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
     (tmp_path / EVALUATION_NAME).mkdir()
-    with refuses("file.unwritable", EVALUATION_NAME):
-        _check(EvaluateOptions(tmp_path, output=tmp_path))
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / EVALUATION_NAME).write_text('{"held out": {')
+    for place in (tmp_path, tmp_path / "damaged"):
+        with refuses("file.unwritable", EVALUATION_NAME):
+            _check(EvaluateOptions(tmp_path, output=place))
+    assert (tmp_path / "damaged" / EVALUATION_NAME).read_text() == '{"held out": {'
 
 
 def test_options_of_the_harness_are_read_before_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:

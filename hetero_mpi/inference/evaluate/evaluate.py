@@ -265,8 +265,9 @@ def _check(options: EvaluateOptions) -> None:
     if (directory := result_directory(options)) is not None:
         existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
         writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-        if not writable or (directory / EVALUATION_NAME).is_dir():
-            raise UserError("file.unwritable", f"{directory / EVALUATION_NAME}: cannot be written; {_OUTPUT_REMEDY}")
+        path = directory / EVALUATION_NAME
+        if not writable or (path.exists() and not run_json(path)):
+            raise UserError("file.unwritable", f"{path}: cannot be written, or is damaged; {_OUTPUT_REMEDY}")
 
 
 def _sets(opened: Opened, options: EvaluateOptions) -> dict[str, list[ScoredText]]:
