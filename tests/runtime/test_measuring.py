@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -98,6 +99,12 @@ def test_a_slow_rank_and_a_slow_link_are_told_and_named() -> None:
     told = replace(found, predicted_s=found.predicted_s / 10).deviations()
     assert any(line.startswith(f"the link from rank 1 ({HOSTS[1]}) to rank 0") for line in told), told
     assert any("forward" in line and "backward" in line for line in told), told
+    operations = {0: {Op.F: 0.1, Op.B: 4.0}, 1: {Op.F: 0.2}}
+    for times, named in ((10.0, ["backward 4"]), (0.1, ["forward 0.1", "forward 0.2"])):
+        mixed = replace(found, operations=operations, ratios={}, predicted_s=found.step_s / times)
+        assert re.findall(r"\w+ward [\d.]+", "; ".join(mixed.deviations())) == named, (
+            "only in the direction of the step"
+        )
     near = replace(found, predicted_s=found.step_s)
     assert near.deviations() == [], "only where the step as a whole is far from its prediction"
 

@@ -335,23 +335,22 @@ class StepComparison(StepTimes):
         return calibrated_profile(self.prediction.profile, self.prediction.plan, self.ratios)
 
     def deviations(self) -> list[str]:
-        """Describe the parts that deviate, largest deviation first; empty unless the whole step deviates."""
-        if _deviation(self.ratio) <= MIN_DEVIATION:
+        """Describe the parts that deviate in the direction of the whole step, largest first; empty if the whole does not."""
+        direction = 1 if self.ratio > 1 else -1  # a slow step is not explained by a fast part
+        if self.ratio**direction <= MIN_DEVIATION:
             return []
         hosts, lines = [device.host for device in self.prediction.profile.devices], list[tuple[float, str]]()
         for rank, of in self.operations.items():
-            named = [f"{_NAMES[op]} {ratio:.3g}" for op, ratio in of.items() if _deviation(ratio) > MIN_DEVIATION]
-            lines.append((max(map(_deviation, of.values())), f"{part_text(rank, hosts)}: {', '.join(named)}"))
+            named = [f"{_NAMES[op]} {ratio:.3g}" for op, ratio in of.items() if ratio**direction > MIN_DEVIATION]
+            lines.append(
+                (max(ratio**direction for ratio in of.values()), f"{part_text(rank, hosts)}: {', '.join(named)}")
+            )
         for part, ratios in self.ratios.items():
             if isinstance(part, GroupSums | LinkBetween):
                 ratio = statistics.median(ratios)
-                lines.append((_deviation(ratio), f"{part_text(part, hosts)}: {ratio:.3g}"))
+                lines.append((ratio**direction, f"{part_text(part, hosts)}: {ratio:.3g}"))
         far = [f"{text} times as long as predicted" for off, text in sorted(lines, reverse=True) if off > MIN_DEVIATION]
         return far[:MAX_NAMED] + [f"and {len(far) - MAX_NAMED} more"] * (len(far) > MAX_NAMED)
-
-
-def _deviation(ratio: float) -> float:
-    return max(ratio, 1 / ratio)
 
 
 def _messages_s(prediction: StepPrediction, step: StepByRank) -> dict[Pair, list[tuple[float, float]]]:
