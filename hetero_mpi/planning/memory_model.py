@@ -153,8 +153,16 @@ class MemoryModel:
 
     def check(self, plan: Plan) -> bool:
         """Return whether the plan fits in the memory of every rank and every host."""
-        ranks = predict_memory(plan, self.profile, self.request.memory_reserve)
-        return all(memory.peak_bytes <= memory.usable_bytes for memory in ranks) and self.check_hosts(plan)
+        return not self.overfull(plan)
+
+    def overfull(self, plan: Plan) -> dict[int, float]:
+        """Map ranks that lack memory, of their own or of their host, to the ratio of needed to usable bytes."""
+        devices, reserve = self.profile.devices, self.request.memory_reserve
+        ratios = {m.rank: m.peak_bytes / max(1, m.usable_bytes) for m in predict_memory(plan, self.profile, reserve)}
+        for host in predict_hosts(plan, self.profile, reserve):
+            for rank in (rank for rank in ratios if devices[rank].host == host.host):
+                ratios[rank] = max(ratios[rank], host.peak_bytes / max(1, host.usable_bytes))
+        return {rank: ratio for rank, ratio in ratios.items() if ratio > 1}
 
     def check_hosts(self, plan: Plan) -> bool:
         """Return whether the plan fits in the memory of every host, without checking ranks."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hetero_mpi.commands.plan_commands import ask
 from hetero_mpi.planning.analysis.calibration import drifted_profile
 from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.decision import several_stages
@@ -224,9 +225,33 @@ def test_a_schedule_for_several_stages_can_be_asked_for(order: str, ranks: tuple
     report = make_plan(like_cluster(), replace(ONE_PIPELINE, schedule=order))
     (pipeline,) = report.plan.pipelines
     assert pipeline.order == order and tuple(stage.ranks[0] for stage in pipeline.stages) == ranks
-    assert report.reasons[1] == "ranks as for the schedule 1f1b"
-    with refuses("plan.schedule_impossible"):
-        make_plan(make_profile([1.0] * 4, make_model(3)), replace(ONE_PIPELINE, schedule=order, allow_idle=False))
+    assert report.reasons[0].startswith(order)
+    few_layers = make_profile([1.0] * 4, make_model(3))
+    with refuses("plan.schedule_impossible", order, "plan.allow_idle"):
+        make_plan(few_layers, replace(ONE_PIPELINE, schedule=order, allow_idle=False))
+    idling = make_plan(few_layers, replace(ONE_PIPELINE, schedule=order)).plan.pipelines[0]
+    assert idling.order == order and len(idling.stages_of) == 2
+
+
+@pytest.mark.parametrize(("order", "memory_bytes"), [("interleaved", 120_000), ("zbv", 110_000)])
+def test_a_requested_schedule_takes_the_micro_batch_and_recomputation_that_fit(order: str, memory_bytes: int) -> None:
+    """The search's own schedules have room for larger micro-batches."""
+    sizes = replace(ONE_PIPELINE, global_batch=16, micro_batch_choices=(1, 2, 4), recompute_choices=(False, True))
+    tight, request = like_cluster(memory_bytes=memory_bytes), replace(sizes, stages_per_rank=2, schedule=order)
+    report = make_plan(tight, request)
+    (pipeline,) = report.plan.pipelines
+    assert pipeline.order == order and any(stage.recompute for stage in pipeline.stages)
+    assert all(memory.peak_bytes <= memory.usable_bytes for memory in report.memory)
+    with refuses("memory.exceeded", order, "train.recompute"):
+        make_plan(tight, replace(request, recompute_choices=(False,)))
+
+
+def test_a_requested_schedule_is_as_fast_as_where_the_planner_chooses_it() -> None:
+    question = ask(None, (), ROOT / "profiles" / "zorse-2xa6000-2xw6800.toml")
+    chosen = make_plan(question.profile, question.request)
+    assert chosen.plan.pipelines[0].order == "interleaved"
+    requested = make_plan(question.profile, replace(question.request, schedule="interleaved"))
+    assert requested.predicted_step_s <= chosen.predicted_step_s
 
 
 def test_several_stages_keep_to_the_memory() -> None:

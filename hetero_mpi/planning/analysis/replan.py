@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hetero_mpi.planning.contention import while_computing
-from hetero_mpi.planning.decision.decide import decide, in_requested_order, nearest_searched
+from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.decision.groups import improve_group_plan
 from hetero_mpi.planning.decision.planner import complete_plan
+from hetero_mpi.planning.decision.several_stages import in_requested_order, nearest_searched
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.owners import owned_units
 from hetero_mpi.planning.schedule import holders
@@ -112,7 +113,7 @@ def answer(question: ReplanQuestion) -> ReplanAnswer:
     groups = question.request.groups and bool(now.leader_of)
     searched = replace(question, request=replace(nearest_searched(question.request), groups=groups))
     for candidate in _candidates(searched):
-        plan = in_requested_order(candidate, profile, question.request)
+        plan = in_requested_order([candidate], profile, replace(question.request, allow_idle=False))
         if plan is not None and (total_s := seconds(plan)) < least_s:
             best, least_s = plan, total_s
     if best is not now:

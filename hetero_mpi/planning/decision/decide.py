@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from hetero_mpi.planning.contention import slowness, spread_out, while_computing, with_copying
 from hetero_mpi.planning.decision.groups import with_groups
-from hetero_mpi.planning.decision.several_stages import VirtualStageSearch
+from hetero_mpi.planning.decision.several_stages import VirtualStageSearch, in_requested_order, nearest_searched
 from hetero_mpi.planning.decision.shortage import closest_split, with_hosts_divided
 from hetero_mpi.planning.device_times import optimizer_s, whole_model_s
-from hetero_mpi.planning.memory import warm_ups
 from hetero_mpi.planning.memory_model import MemoryModel, predict_memory
 from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS
 from hetero_mpi.planning.orders.warm_up import scheduled_depths, with_classic_depths
@@ -17,10 +16,16 @@ from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.search import layouts
 from hetero_mpi.planning.search.memory_fit import Fitter, cut_otherwise
 from hetero_mpi.planning.search.rounds import always_split
-from hetero_mpi.planning.search.search import MAX_RANKS_WITHOUT_LAYOUTS, MAX_SEARCH_RANKS, Decision, Search
+from hetero_mpi.planning.search.search import (
+    MAX_ALL_COUNTS_RANKS,
+    MAX_RANKS_WITHOUT_LAYOUTS,
+    MAX_SEARCH_RANKS,
+    Decision,
+    Search,
+)
 from hetero_mpi.planning.tables import may_split, rank_contents
 from hetero_mpi.planning.types.cluster_changes import renumbered, restricted, with_copies
-from hetero_mpi.planning.types.plan import Alone, PipelinePlan, Plan
+from hetero_mpi.planning.types.plan import Alone, Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.util import units
@@ -40,8 +45,7 @@ def decide(profile: ClusterProfile, request: PlanRequest) -> Decision | None:
         UserError: no plan can meet the request.
     """
     if request.schedule in OTHER_ORDERS:
-        nearest = decide(profile, nearest_searched(request))
-        plan = None if nearest is None else in_requested_order(nearest.plan, profile, request)
+        plan = in_requested_order(convertible(profile, request), profile, request)
         return None if plan is None else Decision(plan, outlined(plan, profile).step_s)
     check_request(profile, request)
     all_ranks, spread_ranks = _decide_for_ranks(profile, request), spread_out(profile)
@@ -216,35 +220,23 @@ def unsplit_reason(profile: ClusterProfile) -> str:
     return lack if profile.model.trained_whole else "frozen weights have no gradients to defer; train all weights"
 
 
-def nearest_searched(request: PlanRequest) -> PlanRequest:
-    """``request`` with the schedule replaced by the closest one that the search supports."""
-    if request.schedule not in OTHER_ORDERS:
-        return request
-    splits = OTHER_ORDERS[request.schedule].SPLITS and request.schedule not in INTERLEAVINGS
-    return replace(request, schedule="split" if splits else "1f1b")
-
-
-def in_requested_order(plan: Plan, profile: ClusterProfile, request: PlanRequest) -> Plan | None:
-    """Convert ``plan`` to the requested schedule, with virtual stages if needed; None if ranks cannot hold several stages.
-
-    With one stage per rank, depths and recomputation follow from the micro-batches that the schedule keeps in flight.
-    """
-    schedule = request.schedule
-    if schedule not in OTHER_ORDERS:
-        return plan
-    if schedule in INTERLEAVINGS:
-        return VirtualStageSearch(profile, request).in_order(plan, schedule)
-    changed = replace(plan, pipelines=tuple(_reordered(pipeline, schedule) for pipeline in plan.pipelines))
-    return Fitter(profile, request).fitted(changed) or changed
-
-
-def _reordered(pipeline: PipelinePlan, schedule: str) -> PipelinePlan:
-    """``pipeline`` in the order ``schedule``, with the depths that this order keeps in flight."""
-    if len(pipeline.stages) == 1:
-        return pipeline
-    pipeline = replace(pipeline, order=schedule, split_backward=OTHER_ORDERS[schedule].SPLITS)
-    stages = (replace(stage, warm_up=n) for stage, n in zip(pipeline.stages, warm_ups(pipeline), strict=True))
-    return replace(pipeline, stages=tuple(stages))
+def convertible(profile: ClusterProfile, request: PlanRequest) -> list[Plan]:
+    """Good plans of schedules that the search supports, best first, with every micro-batch size that their shares allow."""
+    nearest = nearest_searched(request)
+    if (first := decide(profile, nearest)) is None:
+        return []
+    decisions, is_brief = [first], bool(request.near) or len(profile.devices) > MAX_ALL_COUNTS_RANKS
+    several = request.schedule in INTERLEAVINGS and any(len(pipeline.stages) > 1 for pipeline in first.plan.pipelines)
+    if several and (not is_brief or any(stage.streamed for _, _, stage in first.plan.numbered)):
+        decisions += filter(None, [decide(profile, replace(nearest, schedule="1f1b", streaming="never"))])
+    plans = [decision.plan for decision in decisions] + [plan for decision in decisions for plan in decision.similar]
+    resized = (
+        replace(plan, pipelines=tuple(replace(pipeline, micro_batch=size) for pipeline in plan.pipelines))
+        for plan in plans
+        for size in (plan.pipelines[0].micro_batch, *(() if request.near else request.micro_batch_choices))
+        if len(plan.ranks) > 1 and not any(pipeline.sequences % size for pipeline in plan.pipelines)
+    )
+    return list(dict.fromkeys((*plans[: len(decisions)], *resized)))
 
 
 def has_fitting_plan(profile: ClusterProfile, request: PlanRequest) -> bool:

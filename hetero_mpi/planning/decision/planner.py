@@ -10,16 +10,17 @@ from hetero_mpi.planning.decision.alternatives import Alternative
 from hetero_mpi.planning.decision.decide import (
     best_alone,
     can_offload,
+    convertible,
     decide,
     faster_single_rank,
+    fastest,
     has_fitting_plan,
-    in_requested_order,
-    nearest_searched,
     require_split_times,
     unsplit_reason,
 )
 from hetero_mpi.planning.decision.explain import busiest_text, group_texts, idle_ranks, offload_texts, reasons
 from hetero_mpi.planning.decision.rules import batch_problems, micro_batch_sizes, plan_problems
+from hetero_mpi.planning.decision.several_stages import in_requested_order, nearest_searched
 from hetero_mpi.planning.decision.shortage import closest_split, with_hosts_divided
 from hetero_mpi.planning.device_times import host_optimizer_s
 from hetero_mpi.planning.dry_run import validate
@@ -32,7 +33,7 @@ from hetero_mpi.planning.memory import (
     usable_bytes,
 )
 from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
-from hetero_mpi.planning.orders import INTERLEAVINGS, OTHER_ORDERS, SCHEDULES
+from hetero_mpi.planning.orders import OTHER_ORDERS, SCHEDULES
 from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.schedule import schedule_of
 from hetero_mpi.planning.simulator import SimulatedStep
@@ -94,24 +95,35 @@ def make_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
 
 
 def _make_ordered_plan(profile: ClusterProfile, request: PlanRequest) -> PlanReport:
-    """Plan with the closest schedule that the search supports, then convert the plan to the requested one."""
-    nearest, name = nearest_searched(request), request.schedule
+    """Convert plans of the closest schedule that the search supports to the requested one, and report on the fastest."""
+    nearest, name, counted = nearest_searched(request), request.schedule, with_copies(profile, request)
     require_split_times(profile, nearest, name)
-    report = make_plan(profile, nearest)
-    plan = in_requested_order(report.plan, profile, request)
-    if plan is None:
-        max_ranks = max(len(pipeline.stages) for pipeline in report.plan.pipelines)
-        raise UserError(
-            "plan.schedule_impossible",
-            f"schedule = {name!r}: the {max_ranks} ranks of a pipeline cannot hold two stages each of the "
-            f"{report.plan.layers} layers in memory, without offloading; use another schedule, or fewer ranks",
-        )
-    full = complete_plan(plan, profile, nearest, f"plan.schedule = {name!r}")
-    alike = "ranks" if name in INTERLEAVINGS else "ranks and layers"
-    sentences = f"{name}: {SCHEDULES[name]}", f"{alike} as for the schedule {nearest.schedule}"
-    unsplit = OTHER_ORDERS[name].SPLITS and any(p.interleaved and not p.split_backward for p in plan.pipelines)
+    decision = fastest(counted, request) or fastest(profile, request)
+    if decision is None:
+        raise _order_refusal(profile, request)
+    full = complete_plan(decision.plan, profile, nearest, f"plan.schedule = {name!r}")
+    unsplit = OTHER_ORDERS[name].SPLITS and any(p.interleaved and not p.split_backward for p in decision.plan.pipelines)
     remark = (f"no backward can be split here: {unsplit_reason(profile)}",) * unsplit
-    return replace(full, idle=report.idle, reasons=(*sentences, *remark, *full.reasons[1:]))
+    idle = idle_ranks(decision, profile, nearest)
+    return replace(full, idle=idle, reasons=(f"{name}: {SCHEDULES[name]}", *remark, *full.reasons[1:]))
+
+
+def _order_refusal(profile: ClusterProfile, request: PlanRequest) -> UserError:
+    """Say what plans in the requested order lack, and what would help."""
+    nearest, plans = nearest_searched(request), convertible(profile, request)
+    if not plans:
+        return UserError("memory.exceeded", explain_shortage(profile, nearest))
+    kind = "plan.schedule_impossible"
+    lacks: Iterable[str] = [f"a pipeline's ranks need two stages each, and the model has {plans[0].layers} layers"]
+    if (closest := in_requested_order(plans, profile, request, fits=False)) is not None:
+        kind, lacks = "memory.exceeded", _shortages(_figures(closest, profile, nearest, outlined(closest, profile)))
+    now = Alternative("", profile, replace(request, near_counts=(1,)))
+    changes = _changes(now) | {"idle": [now.changing("idle ranks", "plan.allow_idle = true", allow_idle=True)]}
+    tried = (change for name in ("recompute", "micro-batch", "reserve", "idle") for change in changes[name])
+    helps = [change.text for change in tried if decide(change.profile, change.request) is not None]
+    helps.append(f'another schedule: plan.schedule = "{nearest.schedule}"')
+    first = f"schedule = {request.schedule!r}: no plan in this order fits; of the one that comes closest:"
+    return UserError(kind, "\n  ".join([first, *lacks, *(f"it would fit with {text}" for text in helps)]))
 
 
 def _passed_over(alone: Alone | None, step_s: float, request: PlanRequest, problem: str) -> Alone | None:
@@ -155,7 +167,8 @@ def complete_plan(
     if counted is not profile and any(_shortages(full)):
         counted, full = profile, _figures(plan, profile, request, simulation)
     if short := [*_shortages(full)]:
-        raise UserError("memory.exceeded", "\n".join(short))
+        hint = "give it fewer layers or a lower warm_up"
+        raise UserError("memory.exceeded", "\n".join(f"plan: {shortage}; {hint}" for shortage in short))
     idle = (device.rank for device in profile.devices if not plan.of_rank(device.rank))
     groups = group_texts(plan, profile, simulation.step_s, None)
     remarks = (*offload_texts(plan, profile), *_copies_remark(profile, request, counted))
@@ -175,7 +188,7 @@ def _shortages(report: PlanReport) -> Iterator[str]:
     for who, predicted in needs:
         if (shortage_bytes := predicted.peak_bytes - predicted.usable_bytes) > 0:
             sizes = f"{units.size(predicted.peak_bytes)}, and {units.size(predicted.usable_bytes)} is usable"
-            yield f"plan: {who} {sizes}: short by {units.size(shortage_bytes)}; give it fewer layers or a lower warm_up"
+            yield f"{who} {sizes}: short by {units.size(shortage_bytes)}"
 
 
 def _tradeoff_sentences(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
