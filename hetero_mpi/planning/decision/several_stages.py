@@ -129,6 +129,8 @@ class VirtualStageSearch:
             for stage in longest_first[plan.layers // shape.stages_per_rank :]:
                 del slowdown[stage.ranks[0]]
         for _ in range(MAX_FITS if self.requested else 2):
+            if self.actions_left < -6 * MAX_ACTIONS:  # on dozens of ranks, an attempt takes seconds
+                break
             changed = self._cut(plan, shape, slowdown, repeating)
             if changed is None or not (overfull := self.fitter.memory.overfull(changed)):
                 return changed
