@@ -148,8 +148,8 @@ def test_a_place_that_cannot_be_written_is_known_before_the_weights(tmp_path: Pa
     (tmp_path / EVALUATION_NAME).mkdir()
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / EVALUATION_NAME).write_text('{"held out": {')
-    for place in (tmp_path, tmp_path / "damaged"):
-        with refuses("file.unwritable", EVALUATION_NAME):
+    for place, kind in ((tmp_path, "file.not_regular"), (tmp_path / "damaged", "file.unwritable")):
+        with refuses(kind, EVALUATION_NAME):
             _check(EvaluateOptions(tmp_path, output=place))
     assert (tmp_path / "damaged" / EVALUATION_NAME).read_text() == '{"held out": {'
 

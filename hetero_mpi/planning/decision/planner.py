@@ -122,7 +122,7 @@ def _order_refusal(profile: ClusterProfile, request: PlanRequest) -> UserError:
     tried = (change for name in ("recompute", "micro-batch", "reserve", "idle") for change in changes[name])
     helps = [change.text for change in tried if decide(change.profile, change.request) is not None]
     helps.append(f'another schedule: plan.schedule = "{nearest.schedule}"')
-    first = f"schedule = {request.schedule!r}: no plan in this order fits; of the one that comes closest:"
+    first = f"schedule = {request.schedule!r}: found no plan in this order that fits; the one that comes closest:"
     return UserError(kind, "\n  ".join([first, *lacks, *(f"it would fit with {text}" for text in helps)]))
 
 
