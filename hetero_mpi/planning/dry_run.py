@@ -7,13 +7,11 @@ participants arrive. A schedule that passes cannot deadlock on a transport with 
 import itertools
 from collections.abc import Iterator, Sequence
 
-from hetero_mpi.planning.schedule import COMPUTE, WHOLE_STEP, Action, Op, Schedule, schedule_of
+from hetero_mpi.planning.schedule import COMPUTE, RECEIVES, WHOLE_STEP, Action, Op, Schedule, schedule_of
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.util.errors import UserError
 
-SENDER_OF = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
-"""Each receive -> the send that it waits for, and the sending stage relative to the receiving one."""
 BACKWARDS = (Op.B, Op.I)
 """Operations that compute the input gradient for which the previous stage waits."""
 MAX_CONTEXT_ACTIONS = 5
@@ -25,10 +23,7 @@ Problem = tuple[int, int, str]
 
 def awaited(action: Action) -> Action | None:
     """Return the send whose message ``action`` receives, or None if it is not a receive."""
-    if action.op not in SENDER_OF:
-        return None
-    op, offset = SENDER_OF[action.op]
-    return Action(op, action.stage + offset, action.micro_batch)
+    return action.other_end() if action.op in RECEIVES else None
 
 
 def stuck_at(schedule: Schedule) -> dict[int, int]:

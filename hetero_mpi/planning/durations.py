@@ -23,7 +23,7 @@ from hetero_mpi.planning.device_times import (
 )
 from hetero_mpi.planning.group_costs import broadcast_s, device_of, group_device, whole_sums_s
 from hetero_mpi.planning.owners import owned_share
-from hetero_mpi.planning.schedule import COMPUTE, Action, Op, reduced_layers, tied_heads
+from hetero_mpi.planning.schedule import COMPUTE, SENDS, Action, Op, reduced_layers, tied_heads
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
@@ -140,15 +140,6 @@ def _exchange_s(plan: Plan, profile: ClusterProfile, layer: int, size_bytes: int
     return exchange_s(profile, ranks, size_bytes) * (len(weights) * max(weights) / sum(weights))
 
 
-def _reduce_s(action: Action, plan: Plan, profile: ClusterProfile) -> float:
-    assert action.layer is not None
-    embedding = tied_heads(plan, profile.model).get(action.stage) if action.layer == 0 else None
-    if embedding is None:
-        return sum_s(plan, profile, action.layer)
-    numbered = plan.numbered
-    return tied_s(profile, numbered[embedding][2].ranks[0], numbered[action.stage][2].ranks[0])
-
-
 def message_bytes(action: Action, plan: Plan, profile: ClusterProfile) -> int:
     """Bytes that a send or receive moves, or a REDUCE sums; 0 for other actions."""
     if action.op is Op.REDUCE:
@@ -172,12 +163,18 @@ def duration(action: Action, plan: Plan, profile: ClusterProfile) -> float:
         assert action.micro_batch is not None
         pipeline = plan.pipelines[index]
         return stage_s(profile, pipeline, stage, pipeline.size(action.micro_batch), plan.sequence_length, action.op)
-    if action.op in (Op.SEND_F, Op.SEND_B):
-        peer = numbered[action.stage + (1 if action.op is Op.SEND_F else -1)][2]
+    if action.op in SENDS:
+        peer = numbered[action.other_end().stage][2]
         return profile.transfer_s(stage.ranks[0], peer.ranks[0], message_bytes(action, plan, profile))
     if action.op is Op.STEP:
         return _step_s(action, plan, profile)
-    return _reduce_s(action, plan, profile) if action.op is Op.REDUCE else 0.0
+    if action.op is not Op.REDUCE:
+        return 0.0
+    assert action.layer is not None
+    embedding = tied_heads(plan, profile.model).get(action.stage) if action.layer == 0 else None
+    if embedding is None:
+        return sum_s(plan, profile, action.layer)
+    return tied_s(profile, numbered[embedding][2].ranks[0], stage.ranks[0])
 
 
 def stage_s(

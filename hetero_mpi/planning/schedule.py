@@ -43,6 +43,14 @@ COMPUTING = (*COMPUTE, Op.STEP)
 """Operations that occupy a rank; messages and all-reduces overlap with them."""
 WHOLE_STEP = (Op.REDUCE, Op.STEP)
 """Operations that belong to the step instead of a micro-batch."""
+SENDS, RECEIVES = (Op.SEND_F, Op.SEND_B), (Op.RECV_F, Op.RECV_B)
+OTHER_ENDS = {
+    Op.SEND_F: (Op.RECV_F, 1),
+    Op.SEND_B: (Op.RECV_B, -1),
+    Op.RECV_F: (Op.SEND_F, -1),
+    Op.RECV_B: (Op.SEND_B, 1),
+}
+"""Operation at one end of a message -> operation at the other end, and that stage's number relative to this one's."""
 
 
 class Action(NamedTuple):
@@ -62,21 +70,26 @@ class Action(NamedTuple):
         number = self.layer if self.op is Op.REDUCE else self.micro_batch
         return f"{self.stage}{self.op.value}{'' if number is None else number}"
 
+    def other_end(self) -> "Action":
+        """The receive of a message's send, or the send of its receive."""
+        op, away = OTHER_ENDS[self.op]
+        return Action(op, self.stage + away, self.micro_batch)
 
-def parse_action(text: str) -> Action:
-    """Parse ``"1SEND_B3"`` into ``Action(Op.SEND_B, stage=1, micro_batch=3)``; raise ``UserError`` if it is malformed."""
-    match = re.fullmatch(r"(\d+)([A-Z_]+)(\d*)", text)
-    names = {op.value: op for op in Op}
-    if match is None or match[2] not in names or (match[3] == "") != (names[match[2]] is Op.STEP):
-        raise UserError(
-            "schedule.action",
-            f"an action is written STAGE OP MICRO_BATCH, such as 2F0 or 1SEND_B3; 2REDUCE5 names a layer, 0STEP nothing "
-            f"(got {text!r}); operations: {', '.join(names)}",
-        )
-    op, stage = names[match[2]], int(match[1])
-    if op is Op.REDUCE:
-        return Action(op, stage, layer=int(match[3]))
-    return Action(op, stage, int(match[3]) if match[3] else None)
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """Parse ``"1SEND_B3"`` into ``Action(Op.SEND_B, stage=1, micro_batch=3)``; raise ``UserError`` if it is malformed."""
+        match = re.fullmatch(r"(\d+)([A-Z_]+)(\d*)", text)
+        names = {op.value: op for op in Op}
+        if match is None or match[2] not in names or (match[3] == "") != (names[match[2]] is Op.STEP):
+            raise UserError(
+                "schedule.action",
+                f"an action is written STAGE OP MICRO_BATCH, such as 2F0 or 1SEND_B3; 2REDUCE5 names a layer, 0STEP nothing "
+                f"(got {text!r}); operations: {', '.join(names)}",
+            )
+        op, stage = names[match[2]], int(match[1])
+        if op is Op.REDUCE:
+            return cls(op, stage, layer=int(match[3]))
+        return cls(op, stage, int(match[3]) if match[3] else None)
 
 
 Schedule = dict[int, tuple[Action, ...]]
@@ -192,19 +205,14 @@ def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
         for rank, indices in pipeline.stages_of.items():
             leads = rank == pipeline.stages[indices[0]].ranks[0]
             actions = [action for operation in computed[rank] for action in _with_messages(*operation, pipeline, first)]
-            actions = actions if leads else [action for action in actions if action.op not in (Op.SEND_F, Op.SEND_B)]
-            layers = [layer for layer in sorted(summed, reverse=True) if rank in summed[layer]]
-            reducers = [first + _stage_index(layer, pipeline, indices) for layer in layers]
-            reduces = [Action(Op.REDUCE, stage, layer=layer) for stage, layer in zip(reducers, layers, strict=True)]
+            actions = actions if leads else [action for action in actions if action.op not in SENDS]
+            held = {layer: i for i in indices for layer in range(pipeline.stages[i].first, pipeline.stages[i].last)}
+            layers = (layer for layer in sorted(summed, reverse=True) if rank in summed[layer])
+            # A tied head reduces layer 0 without holding it.
+            reduces = [Action(Op.REDUCE, first + held.get(layer, indices[-1]), layer=layer) for layer in layers]
             schedule[rank] = (*actions, *reduces, Action(Op.STEP, first + indices[0]))
         first += len(pipeline.stages)
     return schedule
-
-
-def _stage_index(layer: int, pipeline: PipelinePlan, indices: Sequence[int]) -> int:
-    """Index of the rank's stage that reduces ``layer``: the stage that holds it, or else a tied head."""
-    holding = (index for index in indices if pipeline.stages[index].first <= layer < pipeline.stages[index].last)
-    return next(holding, indices[-1])
 
 
 def _with_messages(name: str, index: int, m: int, pipeline: PipelinePlan, first: int) -> list[Action]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import FiniteFloat, TypeAdapter
 
-from hetero_mpi.planning.schedule import COMPUTE, Action, Event, MeasuredEvent, Op, parse_action
+from hetero_mpi.planning.schedule import COMPUTE, RECEIVES, SENDS, Action, Event, MeasuredEvent, Op
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.rundir.line_files import objects
 from hetero_mpi.util.display import Displayed
@@ -63,7 +63,7 @@ class Usage:
             if op in COMPUTE or op is Op.STEP:
                 totals["computing_s"] += duration_s - event.exchanged_s
                 totals["group_s"] += event.exchanged_s
-            elif op in (Op.RECV_F, Op.RECV_B):
+            elif op in RECEIVES:
                 totals["activations_s" if op is Op.RECV_F else "gradients_s"] += duration_s - copied
                 totals["received_bytes"] += event.bytes
             elif op is Op.REDUCE:
@@ -107,7 +107,7 @@ def rank_step_from_dict(values: Mapping[str, Any]) -> RankStep:
     """Restore a record from the result of ``rank_step_to_dict``. Unknown keys in ``usage`` are ignored."""
     rank, step = int(values["rank"]), int(values["step"])
     events = tuple(
-        MeasuredEvent(rank, step, parse_action(text), start, end, size, copied, arrived, exchanged_s=exchanged)
+        MeasuredEvent(rank, step, Action.parse(text), start, end, size, copied, arrived, exchanged_s=exchanged)
         for text, start, end, size, copied, arrived, exchanged in _EVENTS.validate_python(values["events"])
     )
     return RankStep(rank, step, float(values["begin_s"]), events, _USAGE.validate_python(values["usage"]))
@@ -163,12 +163,13 @@ def on_one_clock(records: Sequence[RankStep]) -> tuple[Event, ...]:
             copy = replace(event, start_s=event.start_s + offset, end_s=event.end_s + offset, arrived_s=arrived)
             shifted.append(copy)
             if arrived is not None:
-                arrivals[_matching_send(event.action)], receivers[_matching_send(event.action)] = arrived, event.rank
+                send = event.action.other_end()
+                arrivals[send], receivers[send] = arrived, event.rank
     result: list[Event] = []
     free: dict[tuple[int, int | Op], float] = {}
     for event in sorted(shifted, key=lambda event: event.start_s):
         link = event.rank, receivers.get(event.action, event.action.op)
-        if event.action.op in (Op.SEND_F, Op.SEND_B):
+        if event.action.op in SENDS:
             free[link], before = max(event.end_s, arrivals.get(event.action, event.end_s)), free.get(link, 0.0)
             start = min(max(event.start_s, before), free[link])
             event = replace(event, start_s=start, end_s=free[link], begun_s=event.start_s)
@@ -196,12 +197,6 @@ def in_parts(events: Iterable[Event]) -> list[tuple[Event, bool]]:
     return parts
 
 
-def _matching_send(receive: Action) -> Action:
-    if receive.op is Op.RECV_F:
-        return Action(Op.SEND_F, receive.stage - 1, receive.micro_batch)
-    return Action(Op.SEND_B, receive.stage + 1, receive.micro_batch)
-
-
 def last_usage(records: Sequence[RankStep]) -> dict[int, Usage]:
     """Map each rank to its usage as of its latest recorded step."""
     return {record.rank: record.usage for record in sorted(records, key=lambda record: record.step)}
@@ -226,9 +221,8 @@ def traffic(events: Iterable[Event], plan: Plan) -> dict[tuple[int, int], Traffi
     rank_of = {number: stage.ranks[0] for number, _, stage in plan.numbered}
     traffic_by_pair: dict[tuple[int, int], Traffic] = {}
     for event in events:
-        if event.action.op in (Op.SEND_F, Op.SEND_B):
-            step = 1 if event.action.op is Op.SEND_F else -1
-            pair = event.rank, rank_of.get(event.action.stage + step, -1)
+        if event.action.op in SENDS:
+            pair = event.rank, rank_of.get(event.action.other_end().stage, -1)
             total = traffic_by_pair.get(pair, Traffic())
             traffic_by_pair[pair] = Traffic(
                 total.messages + 1, total.bytes + event.bytes, total.seconds + event.end_s - event.start_s

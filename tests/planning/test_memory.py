@@ -12,7 +12,7 @@ from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.memory import StageMode, stage_memory
 from hetero_mpi.planning.memory_model import predict_hosts, predict_memory
 from hetero_mpi.planning.owners import owned_state_bytes
-from hetero_mpi.planning.schedule import Action, Op, holdings, parse_action, schedule_of
+from hetero_mpi.planning.schedule import Action, Op, holdings, schedule_of
 from hetero_mpi.planning.types.cluster_changes import with_copies
 from hetero_mpi.planning.types.plan import HostMemory
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
@@ -23,7 +23,7 @@ from tests.support.planning_samples import JOB_TOML, SEQUENCE, make_model, make_
 
 
 def actions(text: str) -> tuple[Action, ...]:
-    return tuple(parse_action(word) for word in text.split())
+    return tuple(Action.parse(word) for word in text.split())
 
 
 def test_micro_batches_in_flight_are_counted() -> None:

@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 
 from hetero_mpi.planning.dry_run import stuck_at, validate
-from hetero_mpi.planning.schedule import Action, Schedule, parse_action, schedule_of
+from hetero_mpi.planning.schedule import Action, Schedule, schedule_of
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
@@ -17,7 +17,7 @@ MODEL, TIED = make_model(), make_model(tied=True)
 
 
 def actions(text: str) -> tuple[Action, ...]:
-    return tuple(parse_action(word) for word in text.split())
+    return tuple(Action.parse(word) for word in text.split())
 
 
 def drawn(text: str) -> str:
@@ -27,13 +27,13 @@ def drawn(text: str) -> str:
 
 @pytest.mark.parametrize("text", ["2F0", "1SEND_B3", "0RECV_F12", "10REDUCE7", "3STEP", "1I2", "4W0"])
 def test_actions_read_back(text: str) -> None:
-    assert str(parse_action(text)) == text
+    assert str(Action.parse(text)) == text
 
 
 @pytest.mark.parametrize("text", ["F0", "1X2", "1F", "0STEP1", "1SEND_B3 ", "-1F0", "0REDUCE"])
 def test_other_texts_are_no_actions(text: str) -> None:
     with refuses("schedule.action", repr(text)):
-        parse_action(text)
+        Action.parse(text)
 
 
 GRIDS = {

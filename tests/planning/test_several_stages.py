@@ -16,7 +16,7 @@ from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.memory import stage_memory
 from hetero_mpi.planning.memory_model import predict_memory
 from hetero_mpi.planning.orders import INTERLEAVINGS, ORDERS
-from hetero_mpi.planning.schedule import COMPUTE, Op, parse_action, reduced_layers, schedule_of, tied_heads
+from hetero_mpi.planning.schedule import COMPUTE, Action, Op, reduced_layers, schedule_of, tied_heads
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import with_slowness
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
@@ -156,7 +156,7 @@ def test_a_rank_s_later_stage_ends_first() -> None:
     plan, model = interleaved_plan([0, 1, 1, 0], 1, "zbv"), make_model(2)
     lists = schedule_of(plan, model)
     ends = list(lists[1])
-    places = [ends.index(parse_action(text)) for text in ("2W0", "1W0")]
+    places = [ends.index(Action.parse(text)) for text in ("2W0", "1W0")]
     ends[places[0]], ends[places[1]] = ends[places[1]], ends[places[0]]
     with refuses("schedule.invalid", "stage 2", "stage 1"):
         validate({**lists, 1: tuple(ends)}, plan, model)
@@ -339,8 +339,8 @@ def test_gradients_are_added_in_the_order_of_the_micro_batches() -> None:
     """A whole backward before weight gradients that its stage owes would add them in another order, and give other bits."""
     plan, model = interleaved_plan([0, 1, 0, 1], 3, "zbv"), make_model(2)
     lists = schedule_of(plan, model)
-    late = [action for action in lists[1] if action not in (parse_action("3W0"), parse_action("3W1"))]
-    at = late.index(parse_action("3I1")) + 1
-    wrong = (*late[:at], parse_action("3W1"), parse_action("3W0"), *late[at:])
+    late = [action for action in lists[1] if action not in (Action.parse("3W0"), Action.parse("3W1"))]
+    at = late.index(Action.parse("3I1")) + 1
+    wrong = (*late[:at], Action.parse("3W1"), Action.parse("3W0"), *late[at:])
     with refuses("schedule.invalid", "3W0"):
         validate({**lists, 1: wrong}, plan, model)

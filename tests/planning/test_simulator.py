@@ -10,7 +10,7 @@ from hetero_mpi.planning.analysis.idle_time import Idling, idling
 from hetero_mpi.planning.device_times import compute_s, recompute_s
 from hetero_mpi.planning.durations import duration
 from hetero_mpi.planning.outline import spans_s
-from hetero_mpi.planning.schedule import Action, Event, Op, busy, parse_action, reduced_layers, schedule_of, tied_heads
+from hetero_mpi.planning.schedule import Action, Event, Op, busy, reduced_layers, schedule_of, tied_heads
 from hetero_mpi.planning.simulator import SimulatedStep, simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve
@@ -20,7 +20,7 @@ from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, m
 
 
 def actions(text: str) -> tuple[Action, ...]:
-    return tuple(parse_action(word) for word in text.split())
+    return tuple(Action.parse(word) for word in text.split())
 
 
 def drawn(result: SimulatedStep, *ops: Op) -> dict[int, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hetero_mpi.planning.schedule import Action, Event, Op, parse_action
+from hetero_mpi.planning.schedule import Action, Event, Op
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
@@ -107,7 +107,7 @@ def test_a_trace_has_one_complete_event_per_event(tmp_path: Path) -> None:
     complete = [entry for entry in entries if entry["ph"] == "X"]
     assert len(complete) == len(events)
     for event, entry in zip(events, complete, strict=True):
-        assert parse_action(entry["name"]) == event.action and entry["pid"] == 100 * (event.rank + 1)
+        assert Action.parse(entry["name"]) == event.action and entry["pid"] == 100 * (event.rank + 1)
         assert entry["ts"] == pytest.approx(event.start_s * 1e6)
         assert entry["dur"] == pytest.approx((event.end_s - event.start_s) * 1e6)
         assert entry["args"] == {"step": 0, "bytes": event.bytes}

@@ -32,7 +32,7 @@ from hetero_mpi.planning.analysis.calibration import (
 )
 from hetero_mpi.planning.durations import Durations
 from hetero_mpi.planning.fit import median_error
-from hetero_mpi.planning.schedule import COMPUTE, COMPUTING, Action, Event, MeasuredEvent, Op, Schedule, parse_action
+from hetero_mpi.planning.schedule import COMPUTE, COMPUTING, SENDS, Action, Event, MeasuredEvent, Op, Schedule
 from hetero_mpi.planning.types.cluster_changes import with_free_links
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
@@ -54,9 +54,6 @@ _NAMES = {
     Op.W: "the weight part of backward",
     Op.STEP: "the optimizer's step",
 }
-_RECEIVE = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1)}
-"""Send operation -> receive operation and stage offset."""
-_RECEIVES = (Op.RECV_F, Op.RECV_B)
 Seconds = Mapping[int, float]
 
 
@@ -87,9 +84,9 @@ class RankMeasurement:
             sums_s += event.exchanged_s
             if op in COMPUTING:
                 computing_s[op.value] = computing_s.get(op.value, 0.0) + event.end_s - event.start_s
-            elif op in _RECEIVE:
+            elif op in SENDS:
                 messages[str(event.action)] = began_s + event.start_s
-            elif op in _RECEIVES and isinstance(event, MeasuredEvent) and event.arrived_s is not None:
+            elif isinstance(event, MeasuredEvent) and event.arrived_s is not None:
                 messages[str(event.action)] = began_s + (event.arrived_s + event.copied_s)
         return cls(rank, computing_s, sums_s, messages, wall_s, worked_s)
 
@@ -186,10 +183,9 @@ class StepPrediction:
 
     def message(self, send: Action) -> tuple[Pair, Action, float]:
         """Source and destination of ``send``, the matching receive, and the seconds from device to device."""
-        op, away = _RECEIVE[send.op]
-        ends = (self._costs.stages[number].ranks[0] for number in (send.stage, send.stage + away))
-        seconds, _ = self._costs.cost_of(send)
-        return (next(ends), next(ends)), Action(op, send.stage + away, send.micro_batch), seconds
+        receive = send.other_end()
+        source, destination = (self._costs.stages[end.stage].ranks[0] for end in (send, receive))
+        return (source, destination), receive, self._costs.cost_of(send)[0]
 
     @cached_property
     def _free_of_sums(self) -> Durations:
@@ -355,10 +351,10 @@ class StepComparison(StepTimes):
 
 def _messages_s(prediction: StepPrediction, step: StepByRank) -> dict[Pair, list[tuple[float, float]]]:
     """Map (source, destination) to the measured and predicted seconds of each message, in start order."""
-    times = {parse_action(text): at_s for record in step.values() for text, at_s in record.messages.items()}
+    times = {Action.parse(text): at_s for record in step.values() for text, at_s in record.messages.items()}
     messages_s: dict[Pair, list[tuple[float, float]]] = {}
     free_s: dict[Pair, float] = {}
-    for send in sorted((action for action in times if action.op in _RECEIVE), key=times.__getitem__):
+    for send in sorted((action for action in times if action.op in SENDS), key=times.__getitem__):
         pair, receive, predicted_s = prediction.message(send)
         if receive in times:
             began_s, came_s = times[send], times[receive]

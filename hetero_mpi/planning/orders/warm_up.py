@@ -56,13 +56,8 @@ def classic_depths(stages: int, micro_batches: int) -> tuple[int, ...]:
 
 def with_classic_depths(plan: Plan) -> Plan:
     """``plan`` with the warm-up depths of 1F1B."""
-
-    def changed(pipeline: PipelinePlan) -> PipelinePlan:
-        depths = classic_depths(len(pipeline.stages), pipeline.micro_batches - 1)
-        stages = (replace(stage, warm_up=depth) for stage, depth in zip(pipeline.stages, depths, strict=True))
-        return replace(pipeline, stages=tuple(stages))
-
-    return replace(plan, pipelines=tuple(map(changed, plan.pipelines)))
+    depths = (d for pipe in plan.pipelines for d in classic_depths(len(pipe.stages), pipe.micro_batches - 1))
+    return plan.with_stages(replace(stage, warm_up=d) for (_, _, stage), d in zip(plan.numbered, depths, strict=True))
 
 
 def scheduled_depths(schedule: str, stages: int, micro_batches: int) -> tuple[int, ...]:

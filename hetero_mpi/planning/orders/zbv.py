@@ -53,25 +53,19 @@ def list_scheduled(pipeline: PipelinePlan, sparing: bool = False) -> dict[int, l
     """
     ranks = tuple(stage.ranks[0] for stage in pipeline.stages)
     limits = tuple(min(stage.warm_up + 1, pipeline.micro_batches) for stage in pipeline.stages)
-    actions_by_rank = _cached_lists(ranks, limits, pipeline.micro_batches, pipeline.split_backward, sparing)
-    return {rank: list(listed) for rank, listed in actions_by_rank.items()}
+    return _ListScheduler(ranks, limits, pipeline.micro_batches, pipeline.split_backward, sparing).lists
 
 
 @lru_cache(maxsize=64)
-def _cached_lists(
-    ranks: tuple[int, ...], limits: tuple[int, ...], count: int, split: bool, sparing: bool
-) -> dict[int, list[Computed]]:
-    return _ListScheduler(ranks, limits, count, split, sparing).build()
-
-
 class _ListScheduler:
-    """State of the list scheduler.
+    """The list scheduler, which runs when it is created; cached, as the memory and the messages of a plan ask for its lists.
 
     Attributes:
         clock: rank -> time at which the rank becomes free.
         inputs, gradients: for each stage, micro-batch -> time of arrival.
         forwards, backwards: number of passes started, by stage.
         deferred: rank -> (stage, micro-batch) pairs whose weight gradients are due.
+        lists: rank -> its operations, in order.
     """
 
     def __init__(self, ranks: tuple[int, ...], limits: tuple[int, ...], count: int, split: bool, sparing: bool) -> None:
@@ -83,8 +77,6 @@ class _ListScheduler:
         self.forwards, self.backwards = [0] * len(ranks), [0] * len(ranks)
         self.deferred: dict[int, deque[tuple[int, int]]] = {rank: deque() for rank in self.stages_of}
         self.lists: dict[int, list[Computed]] = {rank: [] for rank in self.stages_of}
-
-    def build(self) -> dict[int, list[Computed]]:
         nexts = {rank: self._next_candidate(rank) for rank in self.stages_of}
         while any(nexts.values()):
             (candidate, rank) = min((option, rank) for rank, option in nexts.items() if option is not None)
@@ -92,7 +84,6 @@ class _ListScheduler:
             # Only this rank and the ranks of adjacent stages may have become ready.
             near = range(max(0, candidate.stage - 1), min(len(self.ranks), candidate.stage + 2))
             nexts |= {peer: self._next_candidate(peer) for peer in {self.ranks[index] for index in near}}
-        return self.lists
 
     def _next_candidate(self, rank: int) -> _Candidate | None:
         """Next operation of ``rank``; None if the rank must wait or has finished."""

@@ -12,7 +12,6 @@ from hetero_mpi.planning.types.profile import (
     ITSELF,
     TABLES,
     ClusterProfile,
-    Curve,
     DeviceProfile,
     HostLinkProfile,
     LayerTimes,
@@ -74,11 +73,9 @@ def with_free_links(profile: ClusterProfile) -> ClusterProfile:
         replace(device, copy_latency_s=0.0, device_to_host_bytes_per_s=math.inf, host_to_device_bytes_per_s=math.inf)
         for device in profile.devices
     )
-    links = tuple(replace(link, latency_s=0.0, bytes_per_s=math.inf) for link in profile.links)
-    between = tuple(replace(link, latency_s=0.0, bytes_per_s=math.inf) for link in profile.host_links)
     at_once = {"sum_latency_s": 0.0, "sum_bytes_per_s": math.inf, "copies_bytes_per_s": math.inf}
     hosts = tuple(replace(host, shared_nic=False, **at_once) for host in profile.hosts)  # type: ignore[arg-type]
-    return replace(profile, devices=devices, links=links, host_links=between, hosts=hosts)
+    return replace(with_faster_links(profile, times=math.inf), devices=devices, hosts=hosts)
 
 
 def with_plenty_of_memory(profile: ClusterProfile) -> ClusterProfile:
@@ -140,16 +137,13 @@ def with_slowness(
     def slower(device: DeviceProfile) -> DeviceProfile:
         ratio = ratios.get(device.rank, 1.0)
 
-        def longer(curve: Curve | None) -> Any:
-            return curve and replace(curve, seconds=tuple(seconds * ratio for seconds in curve.seconds))
+        def longer(times: LayerTimes) -> LayerTimes:
+            curves: list[Any] = [getattr(times, field.name) for field in fields(times)]
+            return LayerTimes(*(x and replace(x, seconds=tuple(s * ratio for s in x.seconds)) for x in curves))
 
-        def all_of(table: Mapping[str, LayerTimes]) -> dict[str, LayerTimes]:
-            return {
-                kind: LayerTimes(*(longer(getattr(times, field.name)) for field in fields(times)))
-                for kind, times in table.items()
-            }
-
-        changed: dict[str, Any] = {name: all_of(getattr(device, name)) for name in TABLES}
+        changed: dict[str, Any] = {
+            name: {kind: longer(times) for kind, times in getattr(device, name).items()} for name in TABLES
+        }
         changed |= {name: getattr(device, name) * ratio for name in SECONDS}
         changed |= {name: getattr(device, name) * optimizer.get(device.rank, ratio) for name in STEP_SECONDS}
         return replace(device, **changed)

@@ -37,14 +37,9 @@ def encode(value: Any, infinity_as_text: bool = False) -> Any:
 def decode(kind: type[T], data: Any, where: str) -> T:
     """Decode plain values into a ``kind``; one ``UserError`` lists all problems. ``where`` names their source (a file)."""
     problems: list[str] = []
-    value = decoded(kind, data, "", problems)
+    value: T = decoded(kind, data, "", problems)
     raise_all(where, problems)
-    return typing.cast(T, value)
-
-
-def decoded(kind: type[T], data: Any, path: str, problems: list[str]) -> T | None:
-    """Decode plain values into a ``kind``, or add to ``problems`` (with keys below ``path``) and return None."""
-    return typing.cast(T | None, _decode(kind, data, path, problems))
+    return value
 
 
 def raise_all(where: str, problems: list[str]) -> None:
@@ -53,8 +48,8 @@ def raise_all(where: str, problems: list[str]) -> None:
         raise UserError("file.invalid", "\n".join(f"{where}: {problem}" for problem in problems))
 
 
-def _decode(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
-    """Return the decoded value, or add to ``problems`` and return None."""
+def decoded(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
+    """Decode plain values into a ``kind``, or add to ``problems`` (with keys below ``path``) and return None."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if isinstance(data, kind):
             return data
@@ -63,16 +58,16 @@ def _decode(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
     if origin in (tuple, Sequence):
         if not isinstance(data, (list, tuple)):
             return _refuse(path, data, "must be a list", problems)
-        return tuple(_decode(arguments[0], item, f"{path}[{i}]", problems) for i, item in enumerate(data))
+        return tuple(decoded(arguments[0], item, f"{path}[{i}]", problems) for i, item in enumerate(data))
     if origin in (dict, Mapping):
         if not isinstance(data, dict):
             return _refuse(path, data, "must be a table", problems)
         return {
-            _key(arguments[0], key): _decode(arguments[1], item, _join(path, key), problems)
+            _key(arguments[0], key): decoded(arguments[1], item, _join(path, key), problems)
             for key, item in data.items()
         }
     if isinstance(kind, types.UnionType):
-        return _decode(next(of for of in arguments if of is not type(None)), data, path, problems)
+        return decoded(next(of for of in arguments if of is not type(None)), data, path, problems)
     if kind is float:
         if isinstance(data, str) and data in ("inf", "-inf"):
             return float(data)
@@ -107,7 +102,7 @@ def _decode_record(kind: type, data: Any, path: str, problems: list[str]) -> Any
     values = {}
     for name, field in fields.items():
         if name in data:
-            values[name] = _decode(hints[name], data[name], _join(path, name), problems)
+            values[name] = decoded(hints[name], data[name], _join(path, name), problems)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             problems.append(f"{_join(path, name)}: missing key")
     if len(problems) > before:

@@ -154,7 +154,7 @@ def _plan_file(data: dict[str, Any], where: str) -> tuple[Plan, PlanReport | Non
     _check_version(data, plan_types.SCHEMA_VERSION, "plan", where)
     problems: list[str] = []
     decision = {key: value for key, value in data.items() if key not in ("schema_version", "report")}
-    plan = decoded(Plan, decision, "", problems)
+    plan: Plan | None = decoded(Plan, decision, "", problems)
     for p, pipeline in enumerate(plan.pipelines if plan is not None else ()):
         if pipeline.micro_batch < 1:
             problems.append(f"pipelines[{p}].micro_batch = {pipeline.micro_batch}: must be at least 1")
