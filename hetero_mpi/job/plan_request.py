@@ -8,9 +8,11 @@ from dataclasses import replace
 from hetero_mpi.job.load import LoadedJob
 from hetero_mpi.job.rules import MAX_AUTO_MICRO_BATCH, MAX_MICRO_BATCHES
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
-from hetero_mpi.planning.types.request import MEMORY_GIVEN, PlanRequest
+from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.sizes import COPY_BYTES
 
+MEMORY_GIVEN = "given as [cluster] memory_bytes"
+"""``memory_reason`` of a budget set by the job."""
 INDIFFERENCE_RATIO = 0.005
 """Relative gain below which two plans count as equally fast, since measured times vary by more than half a percent."""
 

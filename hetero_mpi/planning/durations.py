@@ -98,16 +98,15 @@ def exchange_s(profile: ClusterProfile, ranks: Sequence[int], size_bytes: float)
     count = len(ranks)
     if count < 2 or not size_bytes:
         return 0.0
-    return profile.cached((tuple(ranks), size_bytes), lambda: _uncached_exchange_s(profile, ranks, size_bytes / count))
 
+    def seconds() -> float:
+        parts_s = profile.messages_s(ranks, size_bytes / count)
+        if ring_of(ranks, [profile.devices[rank].host for rank in ranks]) is not None:
+            return (count - 1) * float(parts_s.max())
+        # Sorted first: the same sums to the last bit however ranks are numbered.
+        return float(max(np.sort(parts_s, axis=axis).sum(axis=axis).max() for axis in (0, 1)))
 
-def _uncached_exchange_s(profile: ClusterProfile, ranks: Sequence[int], part_bytes: float) -> float:
-    seconds = profile.messages_s(ranks, part_bytes)
-    if ring_of(ranks, [profile.devices[rank].host for rank in ranks]) is not None:
-        return (len(ranks) - 1) * float(seconds.max())
-    # Sorted first: the same sums to the last bit however ranks are numbered.
-    busiest = (np.sort(seconds, axis=axis).sum(axis=axis).max() for axis in (0, 1))
-    return float(max(busiest))
+    return profile.cached((tuple(ranks), size_bytes), seconds)
 
 
 def summed_bytes(model: ModelCost, layer: int) -> int:

@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +15,10 @@ from hetero_mpi.planning.memory import StageMode
 from hetero_mpi.planning.types.cost import ModelCost
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.util.grouping import grouped
+from hetero_mpi.util.grouping import Item, grouped
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
-Item = TypeVar("Item")
 MAX_LEVEL_DIFFERENCE = 0.12
 """Maximum relative difference between figures that count as equal; each is measured within 5 %."""
 MAX_PAIRED_RANKS = 128
@@ -71,16 +69,13 @@ def in_classes(items: Iterable[Item], alike: Callable[[Item, Item], bool]) -> li
 def rank_contents(profile: ClusterProfile) -> dict[int, str]:
     """Map each usable rank to a string of all its properties except its number and host name."""
     counts = Counter(device.host for device in profile.devices)
-    text_by_table: dict[int, str] = {}
-    """Cached strings of the tables of layer times, which many devices of a large profile share."""
     content_by_rank = {}
     for device in usable_devices(profile):
-        if id(device.layers) not in text_by_table:
-            text_by_table[id(device.layers)] = repr(sorted((k, repr(v)) for k, v in device.layers.items()))
+        layers = sorted((kind, repr(times)) for kind, times in device.layers.items())
         host = profile.host(device.rank)
         limits = None if host is None else (host.memory_bytes, host.shared_nic, host.cores, counts[device.host] == 1)
         plain = replace(device, rank=0, host="", memory_reason="", layers={})
-        content_by_rank[device.rank] = f"{limits} {text_by_table[id(device.layers)]} {vars(plain)}"
+        content_by_rank[device.rank] = f"{limits} {layers} {vars(plain)}"
     return content_by_rank
 
 
@@ -165,23 +160,20 @@ def _copies_s(device: DeviceProfile, model: ModelCost, layer: int) -> tuple[floa
 def links_of(profile: ClusterProfile, devices: list[DeviceProfile]) -> tuple[Indices, Floats, Floats]:
     """Return each rank's position, and latency and seconds per byte between positions, including copies at both ends."""
     hosts = list(dict.fromkeys(device.host for device in devices))
-    positions = np.array(
-        [i if len(devices) <= MAX_PAIRED_RANKS else hosts.index(device.host) for i, device in enumerate(devices)]
-    )
-    members: list[list[int]] = [[] for _ in range(int(positions.max()) + 1)]
-    for index, position in enumerate(positions.tolist()):
-        members[position].append(devices[index].rank)
+    by_rank = len(devices) <= MAX_PAIRED_RANKS
+    positions = [i if by_rank else hosts.index(device.host) for i, device in enumerate(devices)]
+    members = [*grouped(devices, lambda device: device.rank if by_rank else device.host).values()]
     latency_s, per_byte_s = np.zeros((len(members), len(members))), np.zeros((len(members), len(members)))
     for a, b in itertools.product(range(len(members)), repeat=2):
         if a == b and len(members[a]) < 2:
             continue
-        source, destination = members[a][0], members[b][1 if a == b else 0]
-        link, out, into = profile.link(source, destination), profile.devices[source], profile.devices[destination]
+        out, into = members[a][0], members[b][1 if a == b else 0]
+        link = profile.link(out.rank, into.rank)
         latency_s[a, b] = out.copy_latency_s + link.latency_s + into.copy_latency_s
         per_byte_s[a, b] = (
             1 / out.device_to_host_bytes_per_s + 1 / link.bytes_per_s + 1 / into.host_to_device_bytes_per_s
         )
-    return positions, latency_s, per_byte_s
+    return np.array(positions), latency_s, per_byte_s
 
 
 def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:
@@ -196,14 +188,11 @@ def in_own_order(profile: ClusterProfile, tokens: int) -> list[DeviceProfile]:
     seconds = profile.messages_s(numbers, size) if len(ends) > 1 else np.zeros((len(ends), len(ends)))
     # Exactly rounded sums: the same in whatever order the others come.
     linked = {rank: math.fsum([*seconds[i], *seconds[:, i]]) for i, rank in enumerate(numbers)}
-    chain_s: dict[int, float] = {}
 
     def key(device: DeviceProfile) -> tuple[float, ...]:
-        if id(device.layers) not in chain_s:
-            parts = [c.at(tokens) for _, t in sorted(device.layers.items()) for c in (t.forward_s, t.backward_s)]
-            chain_s[id(device.layers)] = math.fsum(parts)
+        chain_s = math.fsum(c.at(tokens) for t in device.layers.values() for c in (t.forward_s, t.backward_s))
         steps = device.optimizer_fixed_s, device.optimizer_s_per_parameter
-        return (-device.memory_bytes, chain_s[id(device.layers)], linked.get(device.rank, 0.0), *steps)
+        return (-device.memory_bytes, chain_s, linked.get(device.rank, 0.0), *steps)
 
     ordered = {name: sorted(members, key=lambda device: (key(device), device.rank)) for name, members in hosts.items()}
     names = sorted(hosts, key=lambda name: ([key(device) for device in ordered[name]], ordered[name][0].rank))

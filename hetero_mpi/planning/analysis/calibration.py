@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 from hetero_mpi.planning.fit import like_ranks, median_error, sigma_of
 from hetero_mpi.planning.schedule import holders
@@ -18,7 +17,7 @@ from hetero_mpi.planning.types.plan import ALL_RANKS_WORK, Alone, IdleRank, Plan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.sizes import GRADIENT_BYTES
 from hetero_mpi.util import units
-from hetero_mpi.util.grouping import grouped
+from hetero_mpi.util.grouping import Key, grouped
 
 MIN_RATIO_ERROR = 0.01
 """Minimum relative error of a measured ratio."""
@@ -27,7 +26,6 @@ MIN_STANDARD_ERRORS = 1.5
 MIN_LINK_RATIO = 0.1
 """Minimum ratio of a link's measured to its predicted time, after copies are subtracted."""
 
-Key = TypeVar("Key", bound=Hashable)
 Pair = tuple[int, int]
 Ratios = Sequence[float]
 """Measured over predicted seconds, one value per step."""

@@ -61,8 +61,12 @@ def idling(events: Sequence[Event], plan: Plan) -> dict[int, Idling]:
 
 def _done(sums: Iterable[tuple[float, float]], now: float, until: float) -> dict[str, float]:
     """Causes of the wait from ``now`` to ``until`` on a rank that has finished its micro-batches."""
-    summing = _covered_s(sums, now, until)
-    return {"sums_s": summing, "end_s": max(0.0, until - now) - summing}
+    waiting, summing = max(0.0, until - now), 0.0
+    for start, stop in sums:  # sorted by start
+        start, stop = max(start, now), min(stop, until)
+        if stop > start:
+            summing, now = summing + stop - start, stop
+    return {"sums_s": summing, "end_s": waiting - summing}
 
 
 def _awaited(
@@ -76,16 +80,6 @@ def _awaited(
     # Without an awaited message, only a blocking send can have delayed the rank.
     since = now if computed is None else min(max(now, computed), event.start_s)
     return {"link_s": event.start_s - since, "activations_s" if op is Op.F else "gradients_s": since - now}
-
-
-def _covered_s(spans: Iterable[tuple[float, float]], begin: float, end: float) -> float:
-    """Seconds in [``begin``, ``end``] covered by ``spans``, which are sorted by start."""
-    covered, now = 0.0, begin
-    for start, stop in spans:
-        start, stop = max(start, now), min(stop, end)
-        if stop > start:
-            covered, now = covered + stop - start, stop
-    return covered
 
 
 def _computed(events: Sequence[Event]) -> dict[tuple[bool, int, int | None], float]:

@@ -18,7 +18,7 @@ from hetero_mpi.planning.types.profile import (
     LinkProfile,
 )
 from hetero_mpi.planning.types.request import PlanRequest
-from hetero_mpi.planning.types.sizes import COPY_BYTES, DTYPE_BYTES, EIGHT_BIT_SAVING, INT8
+from hetero_mpi.planning.types.sizes import COPY_BYTES, DTYPE_BYTES, INT8, MOMENT_BLOCK_SIZE
 
 AnyLink = TypeVar("AnyLink", LinkProfile, HostLinkProfile)
 
@@ -30,7 +30,7 @@ NF4_BYTES = 0.5625
 """Bytes per packed weight, including its share of the scales, which are not double-quantised."""
 ADAPTER_PARAMETER_RATIO = 0.01
 """Size of rank-16 adapters on all matrices of a block, relative to the block (0.3 to 1 % in models of 1B or more)."""
-SAVED_BYTES = {"adamw_8bit": EIGHT_BIT_SAVING, "adafactor": 8.0, "muon": 4.0}
+SAVED_BYTES = {"adamw_8bit": 8 - 2 - 8 / MOMENT_BLOCK_SIZE, "adafactor": 8.0, "muon": 4.0}
 """Bytes per parameter of optimizer state saved relative to AdamW."""
 
 

@@ -153,19 +153,18 @@ def _times_problems(times: LayerTimes, trained: bool, path: str) -> Iterator[str
         yield f"{path}: input_s and weight_s are the two parts of the backward pass: set both or neither"
     for field in fields(times):
         curve: Curve | None = getattr(times, field.name)
-        yield from _sample_problems(curve, f"{path}.{field.name}") if curve is not None else ()
+        if curve is None:
+            continue
+        yield from _sample_problems(curve, f"{path}.{field.name}")
+        given = f"{path}.{field.name} = {list(curve.seconds)}"
         nothing = field.name == "weight_s" or (field.name in ("backward_s", "input_s") and not trained)
-        if curve is not None and min(curve.seconds) == 0 and not (nothing and max(curve.seconds) == 0):
-            yield (
-                f"{path}.{field.name} = {list(curve.seconds)}: times must be above zero; correct them, or measure again"
-            )
-        if curve is not None and any(2 * more < less for less, more in itertools.pairwise(curve.seconds)):
-            yield (
-                f"{path}.{field.name} = {list(curve.seconds)} with {list(curve.tokens)} tokens: more tokens cannot take less than "
-                f"half the time; correct them, or measure again"
-            )
-        if curve is not None and max(curve.seconds) > MAX_LAYER_S:
-            yield f"{path}.{field.name} = {list(curve.seconds)}: must be at most {MAX_LAYER_S:,.0f} s; correct it"
+        if min(curve.seconds) == 0 and not (nothing and max(curve.seconds) == 0):
+            yield f"{given}: times must be above zero; correct them, or measure again"
+        if any(2 * more < less for less, more in itertools.pairwise(curve.seconds)):
+            rule = "more tokens cannot take less than half the time; correct them, or measure again"
+            yield f"{given} with {list(curve.tokens)} tokens: {rule}"
+        if max(curve.seconds) > MAX_LAYER_S:
+            yield f"{given}: must be at most {MAX_LAYER_S:,.0f} s; correct it"
 
 
 def _sample_problems(curve: Curve, path: str) -> Iterator[str]:
@@ -191,8 +190,6 @@ def _host_problems(profile: ClusterProfile) -> Iterator[str]:
     for index, host in enumerate(profile.hosts):
         if host.cores is not None and not host.cores > 0:
             yield f"hosts[{index}].cores = {host.cores}: must be above zero"
-        if not host.other_threads >= 0:
-            yield f"hosts[{index}].other_threads = {host.other_threads}: must not be negative"
     listed = {host.name for host in profile.hosts}
     for device in profile.devices:
         if device.shares_host_memory and device.host not in listed:

@@ -5,9 +5,6 @@ from dataclasses import dataclass, replace
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 
-MEMORY_GIVEN = "given as [cluster] memory_bytes"
-"""``memory_reason`` of a budget set by the job."""
-
 
 @dataclass(frozen=True)
 class PlanRequest:

@@ -10,8 +10,6 @@ COPY_BYTES = 12
 """Bytes per trained parameter of a copy: fp32 value and AdamW's two moments."""
 MOMENT_BLOCK_SIZE = 256
 """Number of 8-bit moments that share one fp32 scale."""
-EIGHT_BIT_SAVING = 8 - 2 - 8 / MOMENT_BLOCK_SIZE
-"""Bytes per parameter saved by 8-bit moments relative to fp32."""
 OFFLOADED_LAYER_COUNT = 2
 """Layers that an offloaded stage buffers: on the device, weights of the current and next layer, and gradients of the current
 layer and the one being copied; in host memory, the layer in use and the one being read from disk."""
