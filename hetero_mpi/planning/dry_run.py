@@ -6,10 +6,11 @@ participants arrive. A schedule that passes cannot deadlock on a transport with 
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from hetero_mpi.planning.schedule import COMPUTE, RECEIVES, WHOLE_STEP, Action, Op, Schedule, schedule_of
 from hetero_mpi.planning.types.cost import ModelCost
-from hetero_mpi.planning.types.plan import Plan
+from hetero_mpi.planning.types.plan import WARM_UP, Plan
 from hetero_mpi.util.errors import UserError
 
 BACKWARDS = (Op.B, Op.I)
@@ -73,7 +74,9 @@ def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
     Raises:
         UserError: if a rule is violated; the message shows the action lists and where each rank is stuck.
     """
-    expected = schedule_of(plan, model)
+    # What every order must do, in an order that all pipelines can have: the plan's own may leave actions out.
+    plain = (replace(pipeline, order=WARM_UP, split_backward=False) for pipeline in plan.pipelines)
+    expected = schedule_of(replace(plan, pipelines=tuple(plain)), model)
     ranks = sorted({*schedule, *expected})
     problems = (_rank_problems(rank, schedule.get(rank, ()), expected.get(rank, ()), plan) for rank in ranks)
     problem = next(itertools.chain.from_iterable(problems), None)
@@ -81,7 +84,8 @@ def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
         rank, position, rule = problem
         order = next(pipeline.order for pipeline in plan.pipelines if rank in pipeline.stages_of)
         source = f"rank {rank}'s list, or generate it with planning.schedule.schedule_of"
-        source = f"hetero_mpi/planning/orders/{order}.py, which makes these lists" if schedule == expected else source
+        if schedule == schedule_of(plan, model):
+            source = f"hetero_mpi/planning/orders/{order}.py, which makes these lists"
         raise UserError(
             "schedule.invalid",
             f"the schedule does not run the plan: {rule}\n{_format_lists(schedule, {rank: position})}\n"
@@ -100,11 +104,11 @@ def validate(schedule: Schedule, plan: Plan, model: ModelCost) -> None:
 
 
 def _rank_problems(rank: int, actions: Sequence[Action], expected: Sequence[Action], plan: Plan) -> Iterator[Problem]:
-    """Yield the problems of one rank's list; ``expected`` holds its actions in any valid order. The first is reported."""
+    """Yield the problems of one rank's list; ``expected`` holds its actions, unsplit. The first is reported."""
     steps = [position for position, action in enumerate(actions) if action.op is Op.STEP]
     if (actions or expected) and steps != [len(actions) - 1]:
         yield rank, len(actions), f"rank {rank} must end with its only STEP"
-    allowed, done_actions = set(map(_full_action, expected)), set[Action]()
+    allowed, done_actions = set(expected), set[Action]()
     for position, action in enumerate(actions):
         if action.stage not in plan.of_rank(rank):
             yield rank, position, f"rank {rank} does not hold the stage of {action}"
@@ -121,7 +125,7 @@ def _rank_problems(rank: int, actions: Sequence[Action], expected: Sequence[Acti
             yield rank, position, f"{action} occurs twice"
         done_actions |= {action, full_action} if action.op in BACKWARDS else {action}
     halves = [action._replace(op=Op.W) for action in done_actions if action.op is Op.I]
-    for action in (*map(_full_action, expected), *sorted(halves)):
+    for action in (*expected, *sorted(halves)):
         if action not in done_actions and action.op not in WHOLE_STEP:
             yield rank, len(actions), f"rank {rank} never does {action}"
     yield from _reduce_problems(rank, actions, {action.layer or 0 for action in expected if action.op is Op.REDUCE})

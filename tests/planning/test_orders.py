@@ -169,3 +169,9 @@ def test_an_order_that_adds_gradients_out_of_turn_is_named(monkeypatch: pytest.M
     register(monkeypatch, lambda pipeline, place: last_first)
     with refuses("schedule.invalid", f"orders/{NAME}.py", "0B"):
         make_plan(make_profile(), PlanRequest(4, SEQUENCE, (1,), schedule=NAME))
+
+
+def test_an_order_that_leaves_a_micro_batch_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, lambda pipeline, place: [(op, m) for m in range(pipeline.micro_batches - 1) for op in "FB"])
+    with refuses("schedule.invalid", f"orders/{NAME}.py", "0F3"):
+        make_plan(make_profile(), PlanRequest(4, SEQUENCE, (1,), schedule=NAME))
