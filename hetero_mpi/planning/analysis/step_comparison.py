@@ -163,23 +163,19 @@ class StepPrediction:
                 if action.op in COMPUTING:
                     costs = self._free_of_sums if self._costs.stages[action.stage].grouped else self._costs
                     fixed_s = self._costs.profile.devices[rank].optimizer_fixed_s if action.op is Op.STEP else 0.0
-                    rank_seconds[action.op] = rank_seconds.get(action.op, 0.0) + max(
-                        0.0, costs.cost_of(action)[0] - fixed_s
-                    )
+                    own_s = max(0.0, costs.cost_of(action)[0] - fixed_s)
+                    rank_seconds[action.op] = rank_seconds.get(action.op, 0.0) + own_s
         return seconds_by_rank
 
     @cached_property
     def _sums_s(self) -> dict[tuple[int, ...], float]:
         """Map each group's ranks to the seconds per step that it spends in all-reduces."""
-        seconds_by_group = dict[tuple[int, ...], float]()
-        for _, _, stage in self.plan.numbered:
-            if stage.grouped:
-                passes = [action for action in self._schedule[stage.ranks[0]] if action.op in COMPUTE]
-                with_s, without_s = (
-                    sum(costs.cost_of(action)[0] for action in passes) for costs in (self._costs, self._free_of_sums)
-                )
-                seconds_by_group[stage.ranks] = seconds_by_group.get(stage.ranks, 0.0) + with_s - without_s
-        return seconds_by_group
+
+        def passes_s(rank: int, costs: Durations) -> float:
+            return sum(costs.cost_of(action)[0] for action in self._schedule[rank] if action.op in COMPUTE)
+
+        groups = [stage.ranks for _, _, stage in self.plan.numbered if stage.grouped]
+        return {ranks: passes_s(ranks[0], self._costs) - passes_s(ranks[0], self._free_of_sums) for ranks in groups}
 
     def message(self, send: Action) -> tuple[Pair, Action, float]:
         """Source and destination of ``send``, the matching receive, and the seconds from device to device."""
@@ -209,7 +205,7 @@ class StepExchange:
         self._prediction: StepPrediction | None = None
         """The prediction for the step passed to the last call of ``numbers``."""
         self._members = list(dict.fromkeys(rank for _, _, s in plan.numbered if s.grouped for rank in s.ranks))
-        self._round_trips = {} if profile.emulated else _round_trips(plan, schedule)
+        self._round_trips = {} if profile.emulated else _round_trips(plan)
 
     def numbers(self, record: RankMeasurement | None, length: int = 0) -> NDArray[np.float64]:
         """This rank's numbers for a step with ``length`` tokens per sequence; zeros if there is no ``record``."""
@@ -249,16 +245,14 @@ class StepExchange:
         return seconds
 
 
-def _round_trips(plan: Plan, schedule: Schedule) -> dict[Pair, tuple[Action, Action]]:
-    """Map each pair of ranks to the first message between their neighbouring stages and the first message back."""
+def _round_trips(plan: Plan) -> dict[Pair, tuple[Action, Action]]:
+    """Map each pair of ranks to the first micro-batch's message between their neighbouring stages and its message back."""
     round_trips: dict[Pair, tuple[Action, Action]] = {}
     for (number, index, stage), (_, next_index, after) in itertools.pairwise(plan.numbered):
         a, b = stage.ranks[0], after.ranks[0]
-        forward = (action for action in schedule[a] if action.op is Op.SEND_F and action.stage == number)
-        backward = (action for action in schedule[b] if action.op is Op.SEND_B and action.stage == number + 1)
-        messages = next(forward, None), next(backward, None)
-        if index == next_index and a != b and messages[0] is not None and messages[1] is not None:
-            round_trips.setdefault((min(a, b), max(a, b)), (messages[0], messages[1]))
+        if index == next_index and a != b:
+            messages = Action(Op.SEND_F, number, 0), Action(Op.SEND_B, number + 1, 0)
+            round_trips.setdefault((min(a, b), max(a, b)), messages)
     return round_trips
 
 
@@ -368,8 +362,8 @@ def with_other_programs(profile: ClusterProfile, plan: Plan, steps: Sequence[Ste
 
     def other_threads(host: HostProfile, cores: float) -> float:
         """Number of threads that explains the measured stretch of compute time."""
-        devices = [profile.devices[rank] for rank in plan.ranks]
-        ranks = [device.rank for device in devices if device.backend == "cpu" and device.host == host.name]
+        devices = (profile.devices[rank] for rank in plan.ranks)
+        ranks = [device.rank for device in devices if (device.backend, device.host) == ("cpu", host.name)]
         stretches = []
         for step in steps:
             records = [step[rank] for rank in ranks]
