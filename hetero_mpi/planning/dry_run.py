@@ -108,12 +108,10 @@ def _rank_problems(rank: int, actions: Sequence[Action], expected: Sequence[Acti
     steps = [position for position, action in enumerate(actions) if action.op is Op.STEP]
     if (actions or expected) and steps != [len(actions) - 1]:
         yield rank, len(actions), f"rank {rank} must end with its only STEP"
-    allowed, done_actions = set(expected), set[Action]()
+    allowed, done_actions, reduced = set(expected), set[Action](), None
     for position, action in enumerate(actions):
         if action.stage not in plan.of_rank(rank):
             yield rank, position, f"rank {rank} does not hold the stage of {action}"
-        if action.op in WHOLE_STEP:
-            continue
         full_action = _full_action(action)
         if full_action not in allowed or (full_action != action and not _may_split(action.stage, plan)):
             yield rank, position, f"{action} is not an action of stage {action.stage} on rank {rank}"
@@ -123,12 +121,14 @@ def _rank_problems(rank: int, actions: Sequence[Action], expected: Sequence[Acti
             yield rank, position, f"{action} comes before {' and '.join(missing)}"
         if action in done_actions or (action.op in BACKWARDS and full_action in done_actions):
             yield rank, position, f"{action} occurs twice"
+        if action.op in COMPUTE and reduced is not None:
+            yield rank, position, f"{reduced} comes before {action}: a rank must REDUCE after its last backward"
+        reduced = action if action.op is Op.REDUCE else reduced
         done_actions |= {action, full_action} if action.op in BACKWARDS else {action}
     halves = [action._replace(op=Op.W) for action in done_actions if action.op is Op.I]
     for action in (*expected, *sorted(halves)):
-        if action not in done_actions and action.op not in WHOLE_STEP:
+        if action not in done_actions:
             yield rank, len(actions), f"rank {rank} never does {action}"
-    yield from _reduce_problems(rank, actions, {action.layer or 0 for action in expected if action.op is Op.REDUCE})
     yield from _order_problems(rank, actions)
 
 
@@ -166,17 +166,6 @@ def _prerequisites(action: Action) -> Sequence[Action]:
         return Action(Op.F, stage, m), Action(Op.RECV_B, stage, m), Action(Op.B, stage + 1, m)
     producer = {Op.W: Op.I, Op.SEND_F: Op.F, Op.SEND_B: Op.B}
     return [Action(producer[op], stage, m)] if op in producer else []
-
-
-def _reduce_problems(rank: int, actions: Sequence[Action], expected_layers: set[int]) -> Iterator[Problem]:
-    """Check that a rank REDUCEs each of its shared layers once, after its last backward."""
-    reduces = [(i, action.layer) for i, action in enumerate(actions) if action.op is Op.REDUCE]
-    if sorted(layer for _, layer in reduces if layer is not None) != sorted(expected_layers):
-        layers = ", ".join(map(str, sorted(expected_layers))) or "none"
-        position = reduces[0][0] if reduces else len(actions) - 1
-        yield rank, position, f"rank {rank} must REDUCE each of these layers once: {layers}"
-    early = [i for i, _ in reduces if any(action.op in COMPUTE for action in actions[i:])]
-    yield from ((rank, i, f"rank {rank} must REDUCE after its last backward") for i in early[:1])
 
 
 def _format_lists(schedule: Schedule, stuck: dict[int, int]) -> str:
