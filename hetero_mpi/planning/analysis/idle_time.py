@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from hetero_mpi.planning.schedule import COMPUTE, COMPUTING, Event, Op
+from hetero_mpi.planning.schedule import COMPUTING, Action, Event, Op
 from hetero_mpi.planning.types.plan import Plan
 from hetero_mpi.util.grouping import grouped
 
@@ -40,7 +40,9 @@ def idling(events: Sequence[Event], plan: Plan) -> dict[int, Idling]:
         rank 1    a   F   B   F   B   e   s   S      a: activations, g: gradients, s: all-reduce, e: end
     """
     last = max((event.end_s for event in events), default=0.0)
-    computed, pipeline_of = _computed(events), {number: index for number, index, _ in plan.numbered}
+    pipeline_of = {number: index for number, index, _ in plan.numbered}
+    # Of the same action on several ranks, the one that ends first.
+    ends = {event.action: event.end_s for event in sorted(events, key=lambda event: event.end_s, reverse=True)}
     ordered = sorted(events, key=lambda event: (event.rank, event.start_s, event.end_s))
     result: dict[int, Idling] = {}
     for rank, rank_events in grouped(ordered, lambda event: event.rank).items():
@@ -51,7 +53,7 @@ def idling(events: Sequence[Event], plan: Plan) -> dict[int, Idling]:
                 if event.action.op is Op.STEP:
                     parts.append(_done(sums, now, event.start_s))
                 elif event.start_s > now:
-                    parts.append(_awaited(now, event, computed, pipeline_of))
+                    parts.append(_awaited(now, event, ends, pipeline_of))
                 now = max(now, event.end_s)
         parts.append(_done(sums, now, last))
         causes = {cause.name: sum(part.get(cause.name, 0.0) for part in parts) for cause in fields(Idling)}
@@ -69,24 +71,13 @@ def _done(sums: Iterable[tuple[float, float]], now: float, until: float) -> dict
     return {"sums_s": summing, "end_s": waiting - summing}
 
 
-def _awaited(
-    now: float, event: Event, ready: dict[tuple[bool, int, int | None], float], pipeline_of: dict[int, int]
-) -> dict[str, float]:
-    """Causes of the wait from ``now`` until ``event`` starts."""
-    op, stage = event.action.op, event.action.stage
-    source = stage - 1 if op is Op.F else stage + 1
+def _awaited(now: float, event: Event, ends: dict[Action, float], pipeline_of: dict[int, int]) -> dict[str, float]:
+    """Causes of the wait from ``now`` until ``event`` starts; ``ends``: when each action ended."""
+    op, stage, micro_batch, _ = event.action
+    source, passes = (stage - 1, (Op.F,)) if op is Op.F else (stage + 1, (Op.I, Op.B))
     awaits = op is not Op.W and pipeline_of.get(source) == pipeline_of[stage]
-    computed = ready.get((op is Op.F, source, event.action.micro_batch)) if awaits else None
+    awaited = [Action(each, source, micro_batch) for each in passes] if awaits else []
+    computed = next((ends[action] for action in awaited if action in ends), None)
     # Without an awaited message, only a blocking send can have delayed the rank.
     since = now if computed is None else min(max(now, computed), event.start_s)
     return {"link_s": event.start_s - since, "activations_s" if op is Op.F else "gradients_s": since - now}
-
-
-def _computed(events: Sequence[Event]) -> dict[tuple[bool, int, int | None], float]:
-    """Map (is forward, stage, micro-batch) to the end of the pass, or of its input part if backward is split."""
-    ready: dict[tuple[bool, int, int | None], float] = {}
-    for event in sorted(events, key=lambda event: event.end_s):
-        if event.action.op in COMPUTE:
-            key = (event.action.op is Op.F, event.action.stage, event.action.micro_batch)
-            ready.setdefault(key, event.end_s)
-    return ready
