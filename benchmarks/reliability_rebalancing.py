@@ -18,13 +18,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from harness import run_ranks  # noqa: E402
 
 from hetero_mpi.planning.analysis.calibration import drifted_profile  # noqa: E402
-from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer  # noqa: E402
 from hetero_mpi.planning.decision.planner import make_plan  # noqa: E402
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost  # noqa: E402
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, LayerTimes, LinkProfile  # noqa: E402
 from hetero_mpi.planning.types.request import PlanRequest  # noqa: E402
 from hetero_mpi.planning.types.toml_files import save_profile  # noqa: E402
 from hetero_mpi.training.rebalance import Decider, Move  # noqa: E402
+from hetero_mpi.training.replan import ReplanQuestion, answer  # noqa: E402
 
 Row = tuple[str, float, str, float | None, float | None]
 """Name, value, unit, and between which bounds it must lie."""

@@ -192,8 +192,8 @@ class _Draft(JobDraft):
         sets = self._sets("texts") or self._sets("datasets")
         names, columns = [name for name, _ in sets], [column for _, column in sets]
         if not sets:
-            known = sorted(key for key, ours in self._keys.items() if ours in ("=datasets", "=texts"))
-            reason = self.kind_of_file or f"has no dataset ({', '.join(known)})"
+            dataset_keys = sorted(key for key, ours in self._keys.items() if ours in ("=datasets", "=texts"))
+            reason = self.kind_of_file or f"has no dataset ({', '.join(dataset_keys)})"
             raise UserError("convert.no_data", f"{self.file}: {reason}, so no job was written")
         texts = all(isinstance(column, str) for column in columns)
         if any(isinstance(column, str) for column in columns) > texts:

@@ -206,10 +206,14 @@ def schedule_of(plan: Plan, model: ModelCost) -> Schedule:
             leads = rank == pipeline.stages[indices[0]].ranks[0]
             actions = [action for operation in computed[rank] for action in _with_messages(*operation, pipeline, first)]
             actions = actions if leads else [action for action in actions if action.op not in SENDS]
-            held = {layer: i for i in indices for layer in range(pipeline.stages[i].first, pipeline.stages[i].last)}
+            stage_by_layer = {
+                layer: i for i in indices for layer in range(pipeline.stages[i].first, pipeline.stages[i].last)
+            }
             layers = (layer for layer in sorted(summed, reverse=True) if rank in summed[layer])
             # A tied head reduces layer 0 without holding it.
-            reduces = [Action(Op.REDUCE, first + held.get(layer, indices[-1]), layer=layer) for layer in layers]
+            reduces = [
+                Action(Op.REDUCE, first + stage_by_layer.get(layer, indices[-1]), layer=layer) for layer in layers
+            ]
             schedule[rank] = (*actions, *reduces, Action(Op.STEP, first + indices[0]))
         first += len(pipeline.stages)
     return schedule

@@ -44,7 +44,7 @@ from hetero_mpi.util import units
 from hetero_mpi.util.background import Background, BestEffort, start_module
 
 if TYPE_CHECKING:
-    from hetero_mpi.planning.analysis.replan import Prospect, ReplanAnswer, ReplanQuestion
+    from hetero_mpi.training.replan import Prospect, ReplanAnswer, ReplanQuestion
 
 MIN_BAND = 0.15
 """Relative deviation from the planned ratio up to which a speed counts as unchanged."""
@@ -157,7 +157,7 @@ class Rebalancer:
         self._ready = move is Move.GO
 
     def _ask(self, remaining_steps: int) -> None:
-        from hetero_mpi.planning.analysis.replan import ReplanQuestion  # brings the planner, which few runs need again
+        from hetero_mpi.training.replan import ReplanQuestion  # brings the planner, which few runs need again
 
         assert self._share is not None and self._rebuild_s is not None and self._decider.requested_ratios is not None
         _LOG.info("%s: replanning", self._decider.sentence(self._hosts))
@@ -376,7 +376,7 @@ class Replanner:
 
     def _answer(self, question: ReplanQuestion) -> ReplanAnswer | None:
         try:
-            from hetero_mpi.planning.analysis import replan  # brings the planner, which few runs need again
+            from hetero_mpi.training import replan  # brings the planner, which few runs need again
 
             question_json = json.dumps(encode(question, infinity_as_text=True))
             process = self._process = start_module(replan.__name__, stderr=subprocess.PIPE, text=True)

@@ -19,7 +19,6 @@ from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import read_config
 from hetero_mpi.model.tuning import full_training
 from hetero_mpi.planning.analysis.calibration import GroupSums, LinkBetween, drifted_profile
-from hetero_mpi.planning.analysis.replan import Prospect, ReplanAnswer, ReplanQuestion, answer, moving_s
 from hetero_mpi.planning.decision.planner import make_plan
 from hetero_mpi.planning.simulator import simulate
 from hetero_mpi.planning.types.cluster_changes import restricted, with_slowness
@@ -30,6 +29,7 @@ from hetero_mpi.state.hdf5 import KINDS
 from hetero_mpi.state.redistribute import held_under, tensor_shards, transfers
 from hetero_mpi.training.build import divided_tensors
 from hetero_mpi.training.rebalance import MIN_MEDIAN_STEPS, Decider, Move, moved_layers
+from hetero_mpi.training.replan import Prospect, ReplanAnswer, ReplanQuestion, answer, moving_s
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, reported
 
 PROFILE = make_profile([1.0] * 3, model=make_model(8), bytes_per_s=1e6)
@@ -357,7 +357,7 @@ def test_the_program_answers_as_the_function_does() -> None:
     question = ReplanQuestion(drifted_profile(PROFILE, planned().plan, ratios), REQUEST, planned(), 100, 1.0)
     asked = json.dumps(encode(question, infinity_as_text=True))
     assert decode(ReplanQuestion, json.loads(asked), "question") == question
-    command = [sys.executable, "-m", "hetero_mpi.planning.analysis.replan"]
+    command = [sys.executable, "-m", "hetero_mpi.training.replan"]
     result = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert decode(ReplanAnswer, json.loads(result.stdout), "answer") == answer(question)

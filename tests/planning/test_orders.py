@@ -10,7 +10,6 @@ import pytest
 
 from hetero_mpi.planning import orders
 from hetero_mpi.planning.analysis.calibration import drifted_profile
-from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.decision.rules import request_differences
 from hetero_mpi.planning.dry_run import validate
@@ -22,6 +21,7 @@ from hetero_mpi.planning.types.plan import PipelinePlan, Plan
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, save_plan
 from hetero_mpi.report.plan_text import schedule_text
+from hetero_mpi.training.replan import ReplanQuestion, answer
 from tests.planning import two_backwards
 from tests.support.errors import refuses
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, with_split

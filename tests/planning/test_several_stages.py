@@ -9,7 +9,6 @@ import pytest
 
 from hetero_mpi.commands.plan_commands import ask
 from hetero_mpi.planning.analysis.calibration import drifted_profile
-from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.decision import several_stages
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
 from hetero_mpi.planning.dry_run import validate
@@ -24,6 +23,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_plan, load_profile, save_plan
 from hetero_mpi.report.plan_text import plan_lines
+from hetero_mpi.training.replan import ReplanQuestion, answer
 from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
 from tests.support.planning_samples import SEQUENCE, make_model, make_plan_of, make_profile, reported, with_split

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.planning.analysis.calibration import drifted_profile
-from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.contention import slowness, spread_out, while_computing
 from hetero_mpi.planning.decision.alternatives import losses, what_ifs
 from hetero_mpi.planning.decision.decide import best_alone, decide, time_alone
@@ -24,6 +23,7 @@ from hetero_mpi.planning.types.profile import ClusterProfile, HostProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.planning.types.toml_files import load_profile, save_profile
 from hetero_mpi.report.plan_text import headline
+from hetero_mpi.training.replan import ReplanQuestion, answer
 from tests.support.errors import refuses
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile, on_cores
 from tests.support.seeds import seeds

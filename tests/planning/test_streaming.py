@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.planning.analysis.calibration import drifted_profile
-from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.decision import decide
 from hetero_mpi.planning.decision.explain import offload_texts
 from hetero_mpi.planning.decision.planner import complete_plan, make_plan
@@ -23,6 +22,7 @@ from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, Curve, DeviceProfile, HostProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.training.replan import ReplanQuestion, answer
 from hetero_mpi.util.errors import UserError
 from tests.support.errors import refuses
 from tests.support.planning_samples import SEQUENCE, make_device, make_model, make_profile

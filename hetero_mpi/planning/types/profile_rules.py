@@ -156,15 +156,15 @@ def _times_problems(times: LayerTimes, trained: bool, path: str) -> Iterator[str
         if curve is None:
             continue
         yield from _sample_problems(curve, f"{path}.{field.name}")
-        given = f"{path}.{field.name} = {list(curve.seconds)}"
+        curve_text = f"{path}.{field.name} = {list(curve.seconds)}"
         nothing = field.name == "weight_s" or (field.name in ("backward_s", "input_s") and not trained)
         if min(curve.seconds) == 0 and not (nothing and max(curve.seconds) == 0):
-            yield f"{given}: times must be above zero; correct them, or measure again"
+            yield f"{curve_text}: times must be above zero; correct them, or measure again"
         if any(2 * more < less for less, more in itertools.pairwise(curve.seconds)):
             rule = "more tokens cannot take less than half the time; correct them, or measure again"
-            yield f"{given} with {list(curve.tokens)} tokens: {rule}"
+            yield f"{curve_text} with {list(curve.tokens)} tokens: {rule}"
         if max(curve.seconds) > MAX_LAYER_S:
-            yield f"{given}: must be at most {MAX_LAYER_S:,.0f} s; correct it"
+            yield f"{curve_text}: must be at most {MAX_LAYER_S:,.0f} s; correct it"
 
 
 def _sample_problems(curve: Curve, path: str) -> Iterator[str]:

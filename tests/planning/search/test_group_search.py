@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from hetero_mpi.planning.analysis.calibration import GroupSums, drifted_profile
-from hetero_mpi.planning.analysis.replan import ReplanQuestion, answer
 from hetero_mpi.planning.bounds import filling_bounds_s, fluid_bound_s
 from hetero_mpi.planning.decision import groups as group_search
 from hetero_mpi.planning.decision.decide import decide
@@ -21,6 +20,7 @@ from hetero_mpi.planning.outline import outlined
 from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile, DeviceProfile, HostProfile, LayerTimes
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.training.replan import ReplanQuestion, answer
 from tests.planning.test_group_costs import HEADS, divisible, scaled
 from tests.support.planning_samples import SEQUENCE, make_model, make_profile
 from tests.support.seeds import seeds
