@@ -54,7 +54,9 @@ if __name__ == "__main__":
         command = (
             f"{sys.executable} -m lm_eval run --model dummy --tasks {sys.argv[sys.argv.index('--tasks') + 1]} --limit 1"
         )
-        instruction = "unset HF_HUB_OFFLINE, or, on a machine with a network and the same cache (HF_HOME), such as a login node, run"
+        instruction = (
+            "unset HF_HUB_OFFLINE, or, on a machine with a network and the same cache (HF_HOME), such as a login node:"
+        )
         sys.exit(
             f"{error}; the tasks' data are not in this machine's cache either: {instruction}\n  HF_HUB_OFFLINE=0 {command}"
         )
