@@ -20,7 +20,7 @@ from hetero_mpi.util.terminal import printable
 from tests.support.family_configs import tiny_keys
 from tests.support.jobs import write_profile
 from tests.support.mpi import finish_mpi, require_success
-from tests.support.plain_training import load_reference
+from tests.support.plain_training import load_reference, with_right_products
 from tests.support.rank_pool import run_pooled
 from tests.support.training_cases import (
     DTYPES,
@@ -328,7 +328,7 @@ def test_run_that_learnt_records_answers_with_its_nf4_adapter(ranks: int, outcom
     base = AutoModelForCausalLM.from_pretrained(
         model_directory(place, STOPPING), dtype=torch.float32, quantization_config=BitsAndBytesConfig(**NF4)
     )
-    model = PeftModel.from_pretrained(base, adapter)
+    model = PeftModel.from_pretrained(with_right_products(base), adapter)
     tokenizer = load_tokenizer(adapter)
     asked, raw = render_prompt(tokenizer, PROMPT, "plain"), prompt_of(adapter)
     assert tokens_of(outcomes, ranks, "records-run") == continue_with(model, asked)

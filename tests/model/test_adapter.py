@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from bitsandbytes.functional import quantize_4bit
+import torch.nn.functional as F
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from bitsandbytes.nn import Linear4bit
 from transformers import AutoConfig
 
@@ -18,7 +20,7 @@ from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.adapters.adapter_files import check_adapter, read_adapter, write_adapter
 from hetero_mpi.model.adapters.adapter_tuning import tuning_of
 from hetero_mpi.model.layer.lora import join_products
-from hetero_mpi.model.layer.quantize import packed_bytes
+from hetero_mpi.model.layer.quantize import packed_bytes, quantize, unpacked
 from hetero_mpi.model.model_cost import model_cost
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage, StageSpec
@@ -116,6 +118,23 @@ def test_packed_bits_are_bitsandbytes_own_and_survive_evaluation() -> None:
     assert torch.equal(before, expected)
     packed.evaluate(torch.randn(1, 8, 64, dtype=torch.bfloat16))
     assert torch.equal(layer.weight.data, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [40, 64, 96, 100])
+def test_products_with_packed_matrices_of_any_row_length(columns: int, dtype: torch.dtype) -> None:
+    """bitsandbytes' own CPU kernel is wrong where a block of 64 weights crosses the end of a row."""
+    plain = torch.nn.Linear(columns, 128)
+    module = torch.nn.Sequential(copy.deepcopy(plain))
+    quantize(module, torch.device("cpu"), dtype, True)
+    row, state = quantize_4bit(plain.weight.detach().to(dtype).view(1, -1), quant_type="nf4", compress_statistics=True)
+    weight = dequantize_4bit(row.view(-1, 1), state).view(128, columns)
+    x = torch.randn(2, 3, columns, dtype=dtype, requires_grad=True)
+    module(x).backward(dy := torch.randn(2, 3, 128, dtype=dtype))
+    assert torch.equal(unpacked(module[0].weight, dtype), weight)
+    for inputs in (x.detach(), x.detach()[:1, :1]):
+        torch.testing.assert_close(module(inputs), F.linear(inputs, weight, plain.bias.detach().to(dtype)))
+    torch.testing.assert_close(x.grad, dy @ weight)
 
 
 @pytest.mark.parametrize("double", [True, False])

@@ -9,12 +9,16 @@ import re
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import bitsandbytes
 import numpy as np
 import torch
 import torch.nn.functional as F
+from bitsandbytes import functional
+from bitsandbytes.nn import Linear4bit
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
@@ -26,7 +30,7 @@ from hetero_mpi.data.dataset import Dataset, SequenceSettings
 from hetero_mpi.data.text_sequences import build_sequences
 from hetero_mpi.data.tokenizer import load_tokenizer
 from hetero_mpi.model.layer.interface import seed_from
-from hetero_mpi.model.layer.quantize import fused_experts
+from hetero_mpi.model.layer.quantize import correct_unpacking, fused_experts
 from hetero_mpi.model.stage import MicroBatch, dropout_seed
 from tests.support.changing_batches import changed
 from tests.support.training_cases import (
@@ -74,6 +78,7 @@ def load_reference(case: Case, model_path: Path, adapter: Path | None) -> torch.
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, quantization_config=quantization)
     for _, holder, name, _ in list(fused_experts(model)) if quantization is not None else []:
         replace_parameter_4bit(holder, name, compress_statistics=True, quant_type="nf4", blocksize=64)
+    model = with_right_products(model)
     if adapter is None and case.tuning in STARTS:
         return _begun(case, model_path, dtype)
     if adapter is None:
@@ -101,7 +106,16 @@ def _begun(case: Case, model_path: Path, dtype: torch.dtype) -> torch.nn.Module:
         begun.unload().save_pretrained(f"{folder}/model")
         quantization = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype)
         packed = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=dtype, quantization_config=quantization)
-        return PeftModel.from_pretrained(packed, f"{folder}/adapter", is_trainable=True)
+        return PeftModel.from_pretrained(with_right_products(packed), f"{folder}/adapter", is_trainable=True)
+
+
+def with_right_products(model: Any) -> Any:
+    """``model``, whose matrices in 4 bits with rows of no multiple of 64 weights bitsandbytes' CPU kernel unpacks wrongly."""
+    correct_unpacking()  # as DoRA of peft unpacks matrices, too
+    for layer in (module for module in model.modules() if isinstance(module, Linear4bit) and module.in_features % 64):
+        weight = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        layer.forward = partial(F.linear, weight=weight, bias=layer.bias)
+    return model
 
 
 def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer: Path, text: Path) -> Reference:

@@ -9,8 +9,9 @@ module computes. Autograd would keep the unpacked tensor until backward, so back
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -160,6 +161,8 @@ class _PackedProduct(torch.autograd.Function):
         from bitsandbytes import matmul_4bit
 
         ctx.layer = layer
+        if _blocks_cross_rows(layer.weight.quant_state, x):
+            return nn.functional.linear(x, unpacked(layer.weight, x.dtype), layer.bias)
         return cast(torch.Tensor, matmul_4bit(x, layer.weight, bias=layer.bias, quant_state=layer.weight.quant_state))
 
     @staticmethod
@@ -172,6 +175,29 @@ def unpacked(weight: Any, dtype: torch.dtype) -> torch.Tensor:
     from bitsandbytes.functional import dequantize_4bit
 
     return cast(torch.Tensor, dequantize_4bit(weight.data.view(-1, 1), weight.quant_state).to(dtype))
+
+
+def _blocks_cross_rows(state: QuantState, tensor: torch.Tensor) -> bool:
+    """Whether ``correct_unpacking`` is needed on the tensor's device."""
+    return tensor.device.type == "cpu" and state.shape[-1] % state.blocksize != 0
+
+
+@cache
+def correct_unpacking() -> None:
+    """Let bitsandbytes unpack matrices as one row: its CPU kernel is wrong (0.50.2) for blocks that cross the ends of rows."""
+    from bitsandbytes import functional
+
+    unpack = functional.dequantize_4bit
+
+    @wraps(unpack)
+    def unpack_flat(packed: torch.Tensor, quant_state: Any = None, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if quant_state is None or not _blocks_cross_rows(quant_state, packed):
+            return cast(torch.Tensor, unpack(packed, quant_state, *arguments, **keywords))
+        flat = copy.copy(quant_state)
+        flat.shape = torch.Size([quant_state.shape.numel()])
+        return cast(torch.Tensor, unpack(packed, flat, *arguments, **keywords)).view(quant_state.shape)
+
+    functional.dequantize_4bit = unpack_flat
 
 
 def refer_to_packed(model: nn.Module) -> None:
@@ -252,6 +278,9 @@ def _quantized(
     keywords = {"quant_state": state, "blocksize": BLOCK_SIZE, "module": new, "bnb_quantized": True, **format_keywords}
     new.weight = Params4bit(packed, requires_grad=False, **keywords)
     new.quant_state = state
+    if _blocks_cross_rows(state, packed):
+        correct_unpacking()
+        new.forward = partial(_product, new)
     if layer.bias is not None:
         new.bias = nn.Parameter(layer.bias.detach().to(device, dtype), requires_grad=False)
     return new
