@@ -25,7 +25,7 @@ from hetero_mpi.model.host_weights import HostLayer, HostWeights
 from hetero_mpi.model.layer.gradients import Finished, GradientReadyHooks
 from hetero_mpi.model.layer.interface import PassThrough, Start
 from hetero_mpi.model.layer.micro_batch import MicroBatch, Slices, joined, split_rows
-from hetero_mpi.model.layer.quantize import refer_to_packed, unpack_experts
+from hetero_mpi.model.layer.quantize import unpack_experts
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
 from hetero_mpi.model.stage import Stage, StageSpec
 
@@ -60,8 +60,6 @@ class StreamedStage(Stage):
         if self.tuning.nf4:  # unpacked experts are not kept: backward recomputes the layer, or at least the experts
             keeps = spec.kept_slices > 0
             unpack_experts(self.model, keeps and (lambda: self._keeps_graph), keeps and self.tuning.uses_dropout(chain))
-            if keeps and self.backend.device != HOST:
-                refer_to_packed(self.model)
         self.weights = HostWeights(self._host_layers, self.backend, spec.on_disk if folder is not None else ())
         if self.state_device != self.backend.device:
             self.offloaded = OffloadedGradients(self.backend, self._trained_by_layer(), self.tied_head)

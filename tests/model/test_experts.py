@@ -31,6 +31,7 @@ from tests import family_trial
 from tests.model.test_split_backward import NormalStart
 from tests.support.errors import refuses
 from tests.support.family_configs import tiny_keys
+from tests.support.plain_training import with_right_products
 from tests.support.stages import stage_of, streamed_stage_of
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
@@ -52,6 +53,7 @@ def reference(chain: TransformersChain, folder: Path) -> nn.Module:
     whole = AutoModelForCausalLM.from_pretrained(
         folder, config=chain.config, dtype=torch.float32, quantization_config=PACKED
     )
+    with_right_products(whole)
     for _, holder, name, _ in list(fused_experts(whole)):
         replace_parameter_4bit(holder, name, compress_statistics=True, quant_type="nf4", blocksize=64)
     return whole.train()
@@ -96,6 +98,7 @@ def test_adapters_of_experts_equal_peft_which_reads_them(family: str, nf4: bool,
     whole = AutoModelForCausalLM.from_pretrained(
         tmp_path, config=chain.config, dtype=torch.float32, quantization_config=PACKED if nf4 else None
     )
+    with_right_products(whole)
     for _, _, _, parameter in list(fused_experts(whole)) if nf4 else []:
         packed, state = quantize_4bit(parameter.data, blocksize=64, compress_statistics=True, quant_type="nf4")
         parameter.data = dequantize_4bit(packed, state)

@@ -200,15 +200,6 @@ def correct_unpacking() -> None:
     functional.dequantize_4bit = unpack_flat
 
 
-def refer_to_packed(model: nn.Module) -> None:
-    """Keep autograd graphs of packed linear layers valid even if their weights move in memory."""
-    from bitsandbytes.nn import Linear4bit
-
-    for layer in model.modules():
-        if isinstance(layer, Linear4bit):
-            layer.forward = partial(_product, layer)
-
-
 def _product(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, _PackedProduct.apply(x.to(layer.compute_dtype or x.dtype), layer)).to(x.dtype)
 
@@ -271,6 +262,7 @@ def _quantized(
     # Imported here, because the import takes two seconds.
     from bitsandbytes.nn import Linear4bit, Params4bit
 
+    correct_unpacking()
     packed, state = _packed(layer.weight, device, dtype, double, scales)
     format_keywords: dict[str, Any] = {"compress_statistics": state.nested, "quant_type": "nf4"}
     sizes = layer.in_features, layer.out_features
@@ -278,9 +270,7 @@ def _quantized(
     keywords = {"quant_state": state, "blocksize": BLOCK_SIZE, "module": new, "bnb_quantized": True, **format_keywords}
     new.weight = Params4bit(packed, requires_grad=False, **keywords)
     new.quant_state = state
-    if _blocks_cross_rows(state, packed):
-        correct_unpacking()
-        new.forward = partial(_product, new)
+    new.forward = partial(_product, new)
     if layer.bias is not None:
         new.bias = nn.Parameter(layer.bias.detach().to(device, dtype), requires_grad=False)
     return new
