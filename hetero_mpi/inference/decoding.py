@@ -20,7 +20,6 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.inference.adapter_switch import OPENED, AdapterSwitch
-from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.stage import Stage
 from hetero_mpi.model.streamed_stage import StreamedStage
 from hetero_mpi.model.transformers.chain import TransformersChain, language
@@ -114,12 +113,12 @@ class Decoder:
         install_expansion(stage.model)
 
     def __enter__(self) -> Decoder:
-        set_training(self.stage.model, False)
+        self.stage.model.train(False)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.adapters.turn_to(OPENED)
-        set_training(self.stage.model, True)
+        self.stage.model.train(True)
         self._caches.clear()
 
     def forget(self, text: int = 0) -> None:

@@ -16,7 +16,7 @@ from hetero_mpi.model.group.division import (
 )
 from hetero_mpi.model.group.refusals import needs_heads, refusal
 from hetero_mpi.model.layer.interface import LayerChain
-from hetero_mpi.model.layer.quantize import fused_experts, packed_bytes, packed_weights
+from hetero_mpi.model.layer.quantize import BLOCK_SIZE, SCALE_BLOCK_SIZE, fused_experts, packed_weights
 from hetero_mpi.model.transformers.chain import TransformersChain, language
 from hetero_mpi.model.tuning import Tuning
 from hetero_mpi.planning.types.cost import LayerCost, ModelCost
@@ -209,3 +209,10 @@ def _sharded_activations(chain: TransformersChain, index: int) -> int:
             if isinstance(module, nn.Linear):
                 elements += {"colwise": module.out_features, "rowwise": module.in_features}.get(cuts.get(name, ""), 0)
     return elements
+
+
+def packed_bytes(parameters: int, double: bool) -> int:
+    """Return the size in bytes of ``parameters`` weights in NF4, including scales."""
+    blocks = -(-parameters // BLOCK_SIZE)
+    scales = blocks + 4 * -(-blocks // SCALE_BLOCK_SIZE) if double else 4 * blocks
+    return -(-parameters // 2) + scales

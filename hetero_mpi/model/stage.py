@@ -25,7 +25,6 @@ from hetero_mpi.model.layer.interface import Start, seed_from
 from hetero_mpi.model.layer.loss import likeliest, target_losses
 from hetero_mpi.model.layer.micro_batch import MicroBatch as MicroBatch
 from hetero_mpi.model.layer.micro_batch import Slices, joined, split_rows
-from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.offloaded_gradients import OffloadedGradients
 from hetero_mpi.model.stage_layers import HeadLosses, LayerShare, StageLayers
 from hetero_mpi.model.stage_layers import StageSpec as StageSpec
@@ -68,7 +67,7 @@ class Stage(StageLayers):
             self.divided.connect(self.model, first, last)
         if spec.recompute or self.tuning.nf4:
             chain.recompute(self.model, spec.recompute)
-        set_training(self.model, True)
+        self.model.train(True)
         self.offloaded: OffloadedGradients | None = None
         self.deferred: WeightGradients | None = None
         if spec.split_backward and self.tuning.full:
@@ -185,12 +184,12 @@ class Stage(StageLayers):
         self, x: torch.Tensor, targets: torch.Tensor | None = None, position: MicroBatch | None = None
     ) -> torch.Tensor:
         """Run forward in evaluation mode; the last stage returns the *summed* loss, or log-probabilities for a comparison."""
-        set_training(self.model, False)
+        self.model.train(False)
         try:
             micro_batch = replace(position or MicroBatch(0, 0, 0, 1), divisor=1, targets=targets)
             return self._join_outputs(self._evaluated(micro_batch.slices(len(x), self.spec.slice_sequences), x))
         finally:
-            set_training(self.model, True)
+            self.model.train(True)
 
     def _evaluated(self, slices: Slices, x: torch.Tensor) -> list[torch.Tensor]:
         return [self._compute(self.first, self.last, part, x[rows]) for part, rows in slices]

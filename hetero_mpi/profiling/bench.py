@@ -16,7 +16,7 @@ from hetero_mpi.model.group.exchanges import StageGroup
 from hetero_mpi.model.group.layers import DividedLayers
 from hetero_mpi.model.layer.compiled import compiler_failure
 from hetero_mpi.model.layer.interface import LayerChain
-from hetero_mpi.model.layer.quantize import unpack_experts, unpacked_bytes
+from hetero_mpi.model.layer.quantize import is_empty, unpack_experts
 from hetero_mpi.model.library_optimizers import LibraryOptimizers
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage, StageSpec
@@ -116,7 +116,8 @@ class Bench:
             self.recompute(False)
         layer_bytes = {}
         for layer in range(self.stage.first, self.stage.last):
-            unpacked = sum(unpacked_bytes(model.get_submodule(name)) for name in self.stage.chain.module_names(layer))
+            modules = map(model.get_submodule, self.stage.chain.module_names(layer))
+            unpacked = sum(p.nbytes for module in modules for p in module.parameters() if is_empty(p))
             layer_bytes[layer] = max(0, sum(size for holder, size in storages.values() if holder == layer) - unpacked)
         logits = (self.subject.chain.logits or 0) * DTYPE_BYTES[self.subject.train.dtype]
         tokens = rows * self.subject.sequence_length

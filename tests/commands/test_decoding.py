@@ -46,13 +46,13 @@ from hetero_mpi.job.training_tables import AdapterTable
 from hetero_mpi.model.adapters.adapter_tuning import adapter_tuning
 from hetero_mpi.model.files.model_files import ModelFiles
 from hetero_mpi.model.layer.interface import seed_from
-from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.model.stage import MicroBatch, Stage
 from hetero_mpi.model.transformers.chain import TransformersChain
 from hetero_mpi.model.transformers.families import PROVEN_FAMILIES, read_config
 from hetero_mpi.model.transformers.weights import FileStart
 from hetero_mpi.model.tuning import nothing_trained
 from tests.support.family_configs import VOCABULARY, tiny_keys
+from tests.support.plain_training import set_training
 from tests.support.ranks import LoopbackNetwork
 from tests.support.stages import stage_of
 from tests.support.tiers import slow_unless

@@ -21,13 +21,13 @@ from hetero_mpi.data.chat_template import render_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.inference.evaluate import evaluate
 from hetero_mpi.inference.evaluate.evaluate import EvaluateOptions, _check, patterns_by_name
-from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.rundir.metrics import read_metrics
 from hetero_mpi.rundir.run_directory import EVALUATION_NAME
 from hetero_mpi.util.errors import ExitCode
 from tests.commands.test_generate import model_with_tokenizer, written
 from tests.support.errors import refuses
 from tests.support.mpi import run_bounded, run_mpi
+from tests.support.plain_training import set_training
 from tests.support.training_cases import corpus, tokenizer_directory
 
 CASE = written("evaluated", "llama", changes=(("initializer_range", 0.2), ("max_position_embeddings", 256)))

@@ -15,12 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from hetero_mpi.data.chat_template import render_prompt
 from hetero_mpi.data.tokenizer import load_tokenizer, save_tokenizer
 from hetero_mpi.inference.layer_split import share_out
-from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.util.terminal import printable
 from tests.support.family_configs import tiny_keys
 from tests.support.jobs import write_profile
 from tests.support.mpi import finish_mpi, require_success
-from tests.support.plain_training import load_reference, with_right_products
+from tests.support.plain_training import load_reference, set_training, with_right_products
 from tests.support.rank_pool import run_pooled
 from tests.support.training_cases import (
     DTYPES,

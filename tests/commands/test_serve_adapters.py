@@ -15,11 +15,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hetero_mpi.data.tokenizer import load_tokenizer
-from hetero_mpi.model.layer.quantize import set_training
 from hetero_mpi.serve.served_models import served_models
 from tests.commands.test_generate import TEMPLATE, continue_with, model_with_tokenizer, written
 from tests.commands.test_serve import Served, service
 from tests.support.errors import refuses
+from tests.support.plain_training import set_training
 from tests.support.training_cases import corpus, tokenizer_directory
 
 openai = pytest.importorskip("openai")

@@ -20,8 +20,8 @@ from hetero_mpi.job.training_tables import TrainTable
 from hetero_mpi.model.adapters.adapter_files import check_adapter, read_adapter, write_adapter
 from hetero_mpi.model.adapters.adapter_tuning import tuning_of
 from hetero_mpi.model.layer.lora import join_products
-from hetero_mpi.model.layer.quantize import packed_bytes, quantize, unpacked
-from hetero_mpi.model.model_cost import model_cost
+from hetero_mpi.model.layer.quantize import quantize, unpacked
+from hetero_mpi.model.model_cost import model_cost, packed_bytes
 from hetero_mpi.model.optimizer import Optimizer
 from hetero_mpi.model.stage import MicroBatch, Stage, StageSpec
 from hetero_mpi.model.transformers.chain import TransformersChain

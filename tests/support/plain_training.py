@@ -118,6 +118,17 @@ def with_right_products(model: Any) -> Any:
     return model
 
 
+def set_training(model: torch.nn.Module, training: bool) -> None:
+    """Call ``model.train(training)``, but leave NF4 layers in training mode.
+
+    In evaluation mode bitsandbytes repacks their bytes in place on CPUs with AVX512-BF16; it has no other effect on them.
+    """
+    model.train(training)
+    for module in model.modules():
+        if type(module).__module__.partition(".")[0] == "bitsandbytes":
+            module.training = True
+
+
 def run_reference(case: Case, model_path: Path, adapter: Path | None, tokenizer: Path, text: Path) -> Reference:
     """Train the case in this process."""
     torch.set_num_threads(1)

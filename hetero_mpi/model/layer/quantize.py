@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial, wraps
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 64
 """Number of weights that share one scale."""
-_SCALE_BLOCK_SIZE = 256
+SCALE_BLOCK_SIZE = 256
 """Number of scales that share one second-level scale (double quantization)."""
 _PIECE = 1 << 24
 """Number of weights quantized at a time; bitsandbytes needs ten bytes of workspace for each."""
@@ -104,11 +104,6 @@ def quantize(
 def is_empty(parameter: torch.Tensor) -> bool:
     """Return whether a parameter is a placeholder for packed experts."""
     return parameter.device.type != "meta" and parameter.untyped_storage().nbytes() < parameter.nbytes
-
-
-def unpacked_bytes(module: nn.Module) -> int:
-    """Return the size in bytes of all packed experts in ``module`` after unpacking."""
-    return sum(parameter.nbytes for parameter in module.parameters() if is_empty(parameter))
 
 
 def unpack_experts(model: nn.Module, repeat: bool | Callable[[], bool], draws: bool) -> None:
@@ -189,37 +184,18 @@ def correct_unpacking() -> None:
 
     unpack = functional.dequantize_4bit
 
-    @wraps(unpack)
-    def unpack_flat(packed: torch.Tensor, quant_state: Any = None, *arguments: Any, **keywords: Any) -> torch.Tensor:
+    def unpack_flat(packed: torch.Tensor, quant_state: Any = None, *arguments: Any, **keywords: Any) -> Any:
         if quant_state is None or not _blocks_cross_rows(quant_state, packed):
-            return cast(torch.Tensor, unpack(packed, quant_state, *arguments, **keywords))
+            return unpack(packed, quant_state, *arguments, **keywords)
         flat = copy.copy(quant_state)
         flat.shape = torch.Size([quant_state.shape.numel()])
-        return cast(torch.Tensor, unpack(packed, flat, *arguments, **keywords)).view(quant_state.shape)
+        return unpack(packed, flat, *arguments, **keywords).view(quant_state.shape)
 
     functional.dequantize_4bit = unpack_flat
 
 
 def _product(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, _PackedProduct.apply(x.to(layer.compute_dtype or x.dtype), layer)).to(x.dtype)
-
-
-def packed_bytes(parameters: int, double: bool) -> int:
-    """Return the size in bytes of ``parameters`` weights in NF4, including scales."""
-    blocks = -(-parameters // BLOCK_SIZE)
-    scales = blocks + 4 * -(-blocks // _SCALE_BLOCK_SIZE) if double else 4 * blocks
-    return -(-parameters // 2) + scales
-
-
-def set_training(model: nn.Module, training: bool) -> None:
-    """Call ``model.train(training)``, but leave NF4 layers in training mode.
-
-    In evaluation mode bitsandbytes repacks their bytes in place on CPUs with AVX512-BF16; it has no other effect on them.
-    """
-    model.train(training)
-    for module in model.modules():
-        if type(module).__module__.partition(".")[0] == "bitsandbytes":
-            module.training = True
 
 
 def _rounded(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -232,7 +208,7 @@ def _quantized_twice(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
 
     with one_thread():  # the last bit of a mean depends on the number of threads
         offset = absmax.mean()
-    codes, second = quantize_blockwise(absmax - offset, blocksize=_SCALE_BLOCK_SIZE)
+    codes, second = quantize_blockwise(absmax - offset, blocksize=SCALE_BLOCK_SIZE)
     return codes, offset, second
 
 
