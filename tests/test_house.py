@@ -69,7 +69,7 @@ SET_FROM_OUTSIDE = {
     r"(.+\.)?(grad|data|training|forward|weight|bias|quant_state|recompute)": "tensors and modules of torch",
     r"(config|tokenizer|layer|parameter|sdpa_attention|masking_utils|self\.model)\.\w+": "objects of transformers and tokenizers",
     r"(module|embedding)\.(in_features|out_features|num_e\w+|padding_idx|_is_expert_parallel)": "layers shrink to a member's part",
-    r"(torch|products|mpi4py\.rc)\..+|sys\.excepthook|order\.flags\.writeable|.+\.atexit": "switches of libraries",
+    r"(torch|functional|products|mpi4py\.rc)\..+|sys\.excepthook|order\.flags\.writeable|.+\.atexit": "switches of libraries",
     r"error\.__(cause|suppress_context)__": "what Python itself shows of an exception",
 }
 """Attributes that may be set on another object, and why. All others are whole once they are constructed."""

@@ -188,7 +188,7 @@ def correct_unpacking() -> None:
         if quant_state is None or not _blocks_cross_rows(quant_state, packed):
             return unpack(packed, quant_state, *arguments, **keywords)
         flat = copy.copy(quant_state)
-        flat.shape = torch.Size([quant_state.shape.numel()])
+        vars(flat).update(shape=torch.Size([quant_state.shape.numel()]))
         return unpack(packed, flat, *arguments, **keywords).view(quant_state.shape)
 
     functional.dequantize_4bit = unpack_flat
