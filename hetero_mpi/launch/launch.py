@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
+from hetero_mpi.comm.ranks.library import detect_launcher
 from hetero_mpi.launch import slurm
 from hetero_mpi.launch.launcher.command_line import CommandLine, build_command, hosts_command
 from hetero_mpi.launch.launcher.launcher import find_launcher, recovery_options
@@ -25,6 +26,15 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
     Raises UserError if the command is missing or the host file has too few slots, and as ``find_launcher`` and ``Supervisor``
     do.
     """
+    launched = detect_launcher(os.environ, "")
+    if launched is not None and launched.size > 1:
+        if launched.rank > 0:
+            return ExitCode.USER_ERROR  # rank 0 reports it
+        raise UserError(
+            "launch.nested",
+            f"{launched.launcher} started {launched.size} processes of `launch`, which starts all ranks itself: run it once, "
+            "without another launcher (under SLURM: in the batch script itself, or in `salloc`).",
+        )
     program = list(namespace.program)
     if program[:1] == ["--"]:
         program = program[1:]
@@ -53,8 +63,10 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
         raise UserError("launch.slurm_python", "--slurm-python is for heterogeneous SLURM jobs (`#SBATCH hetjob`) only")
     if namespace.ranks is None and namespace.hosts is not None:
         namespace.ranks = sum(host.slots for host in ElasticOptions(1, None, namespace.hosts).entries())
+    components = slurm.components(os.environ) if namespace.ranks is None or namespace.hostfile is None else ()
+    tasks = [count for component in components for count in component.tasks]
     if namespace.ranks is None:
-        namespace.ranks = sum(sum(component.tasks) for component in slurm.components(os.environ)) or None
+        namespace.ranks = sum(tasks) or None
     if namespace.ranks is None:
         raise UserError(
             "launch.ranks_unknown", "launch needs the number of ranks: add, for example, `-np 3`, or use --hosts."
@@ -66,10 +78,13 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
         if not namespace.print_only:
             return _supervise(options, program, parse)
     if namespace.hostfile is None:
-        tasks = sum(sum(component.tasks) for component in slurm.components(os.environ))
         slurm.check_slurm_tasks(namespace.ranks, tasks, mpirun_args)
     words = [sys.executable, "-m", "hetero_mpi", *program]
     command = build_command(find_launcher(), namespace.ranks, namespace.hostfile, words, mpirun_args)
+    if min(tasks, default=0) > 0 and sum(tasks) < sum(slurm.tasks_per_node(os.environ["SLURM_TASKS_PER_NODE"])):
+        command.environment["SLURM_TASKS_PER_NODE"] = ",".join(
+            map(str, tasks)
+        )  # otherwise launchers fill the first nodes
     return _start(namespace, command, program)
 
 

@@ -8,6 +8,7 @@ run as a program, is the launch agent that reaches each node by ``srun`` in the 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -33,12 +34,13 @@ exec {python} -m hetero_mpi.launch.slurm "$@"
 """
 
 
+_NOT_IN_A_STEP = "run `launch` in the batch script itself (or in `salloc`), not under `srun`."
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED")
 
 
 @dataclass(frozen=True)
 class Component:
-    """Nodes of one kind and the number of tasks on each; a homogeneous job has one component."""
+    """Nodes of one kind and the number of tasks on each, which may be 0; a homogeneous job has one component."""
 
     nodes: tuple[str, ...]
     tasks: tuple[int, ...]
@@ -63,15 +65,16 @@ def components(environment: Mapping[str, str]) -> tuple[Component, ...]:
         if missing:
             raise UserError(
                 "slurm.variables",
-                f"This is inside SLURM job {environment['SLURM_JOB_ID']}, but without {' and '.join(missing)}: run `launch` "
-                "in the batch script itself (or in `salloc`), not under `srun`.",
+                f"This is inside SLURM job {environment['SLURM_JOB_ID']}, but without {' and '.join(missing)}: {_NOT_IN_A_STEP}",
             )
         nodes, tasks = _expand(environment[names[0]]), tasks_per_node(environment[names[1]])
         if len(nodes) != len(tasks):
             raise UserError(
-                "slurm.nodes", f"{names[0]} has {len(nodes)} nodes, but {names[1]} is {environment[names[1]]!r}."
+                "slurm.nodes",
+                f"{names[0]} has {len(nodes)} nodes, but {names[1]} is {environment[names[1]]!r}: {_NOT_IN_A_STEP}",
             )
-        components_of_job.append(Component(nodes, tasks))
+        requested = environment.get(f"SLURM_NTASKS{suffix}") or environment.get(f"SLURM_NPROCS{suffix}") or sum(tasks)
+        components_of_job.append(Component(nodes, _distributed(tasks, int(requested))))
     return tuple(components_of_job)
 
 
@@ -89,6 +92,14 @@ def tasks_per_node(text: str) -> tuple[int, ...]:
                 "slurm.tasks_per_node", f"SLURM's tasks per node, {text!r}, cannot be parsed: pass `-np` to launch."
             )
         counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)
+
+
+def _distributed(most: Sequence[int], tasks: int) -> tuple[int, ...]:
+    """Distribute at most ``tasks`` tasks as ``srun`` does: one per node, then up to ``most`` on each node in turn."""
+    counts = [int(node < tasks) for node in range(len(most))]
+    for node, count in enumerate(counts):
+        counts[node] += min(max(most[node] - count, 0), max(tasks - sum(counts), 0))
     return tuple(counts)
 
 
@@ -118,13 +129,15 @@ def check_slurm_job(environment: Mapping[str, str]) -> None:
         )
 
 
-def check_slurm_tasks(ranks: int, tasks: int, mpirun_args: Sequence[str]) -> None:
+def check_slurm_tasks(ranks: int, tasks_of_nodes: Sequence[int], mpirun_args: Sequence[str]) -> None:
     """Raise UserError if there are more ranks than SLURM tasks. ``mpirun_args``: the user's launcher options."""
+    tasks = sum(tasks_of_nodes)
     if 0 < tasks < ranks and not any("oversubscribe" in option for option in mpirun_args) and shutil.which("squeue"):
         raise UserError(
             "slurm.too_few_tasks",
-            f"{ranks} ranks need {ranks} tasks, but this SLURM job has {tasks}: request --ntasks={ranks} in the batch script, "
-            f"or start {tasks} rank{'s' if tasks > 1 else ''}; --mpirun-args=--oversubscribe lets ranks share cores",
+            f"{ranks} ranks need {ranks} tasks, but this SLURM job has {tasks}: request --ntasks={ranks} "
+            f"--ntasks-per-node={math.ceil(ranks / len(tasks_of_nodes))} (options of sbatch and salloc, before the script), or "
+            f"start {tasks} rank{'s' if tasks > 1 else ''}; --mpirun-args=--oversubscribe lets ranks share cores",
         )
 
 

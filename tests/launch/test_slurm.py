@@ -47,6 +47,12 @@ def test_components_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[2-3]", "SLURM_TASKS_PER_NODE": "1(x2)"}
     assert components(plain) == (Component(("n2", "n3"), (1, 1)),)
     assert components(HETEROGENEOUS) == TWO_KINDS
+    assert components(HETEROGENEOUS | {"SLURM_NTASKS_HET_GROUP_0": "1"}) == (Component(("n1",), (1,)), TWO_KINDS[1])
+    for most, asked, tasks in (("2(x2)", 3, (2, 1)), ("2(x2)", 2, (1, 1)), ("3,1", 1, (1, 0)), ("1,2", 9, (1, 2))):
+        limited = plain | {"SLURM_TASKS_PER_NODE": most, "SLURM_NTASKS": str(asked)}
+        assert components(limited) == (Component(("n2", "n3"), tasks),)
+    with refuses("slurm.nodes"):
+        components(plain | {"SLURM_TASKS_PER_NODE": "1"})
     with refuses("slurm.variables", 7, "SLURM_TASKS_PER_NODE"):
         components({name: value for name, value in plain.items() if name != "SLURM_TASKS_PER_NODE"})
 
@@ -248,18 +254,26 @@ def test_nodes_copies_and_ranks(lab: SlurmLab, tmp_path: Path) -> None:
             each_node sh -c 'echo "on $(hostname): $(ls "$1")"' sh "$COPY"
             echo "offline: $HF_HUB_OFFLINE, copy: $COPY"
             "${{PYTHONS[0]}}" -m hetero_mpi launch --print -- train job.toml
+            srun "${{PYTHONS[0]}}" -m hetero_mpi launch --print -- train job.toml || echo "srun: $?"
             """
         )
     )
     job = lab.submit(
-        "--nodes=2", "--ntasks-per-node=2", f"--output={output}", str(script), env={"PYTHONS": sys.executable}
+        "--nodes=2",
+        "--ntasks=3",
+        "--ntasks-per-node=2",
+        f"--output={output}",
+        str(script),
+        env={"PYTHONS": sys.executable},
     )
     fields = lab.wait_for(job, ("COMPLETED", "FAILED"), 60.0, lambda: output.read_text() + lab.logs())
     text = output.read_text()
     assert fields["JobState"] == "COMPLETED", text
     assert "on n1: config.json\n" in text and "on n2: config.json\n" in text
     assert f"offline: 1, copy: {tmp_path}/hetero-{job}/tiny\n" in text
-    assert re.search(r" -np 4 .*-m hetero_mpi train job\.toml$", text, re.M), text
+    commands = re.findall(r"^(.*) -np (\d) .*-m hetero_mpi train job\.toml$", text, re.M)
+    assert [count for _, count in commands] == ["3"] and "SLURM_TASKS_PER_NODE=2,1" in commands[0][0], text
+    assert text.count("started 3 processes of `launch`") == 1 and "srun: 2\n" in text, "each task would train"
 
 
 @pytest.mark.long
