@@ -187,9 +187,11 @@ def _changes(then: Mapping[str, Any], train: TrainTable, keys: Iterable[str]) ->
 
 
 def step_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:
-    """Return a note if the job has changed settings other than the learning rate, else None. Arguments as in ``rate_change``."""
-    changed = _changes(then, train, _CHANGEABLE)
-    return f"From step {step + 1} on, [train] {', '.join(changed.values())}" if changed and step < train.steps else None
+    """Return a note on changed settings that ``rate_change`` does not report, else None. Arguments as there."""
+    is_over = step >= train.steps
+    changed = _changes(then, train, (*_OF_RATE, *_OF_SOME_RATES, *_CHANGEABLE) if is_over else _CHANGEABLE)
+    when = "No step is left to which this change applies:" if is_over else f"From step {step + 1} on,"
+    return f"{when} [train] {', '.join(changed.values())}" if changed else None
 
 
 def rate_change(then: Mapping[str, Any], train: TrainTable, step: int) -> str | None:

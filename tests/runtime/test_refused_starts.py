@@ -122,6 +122,10 @@ UNCHANGED: dict[str, tuple[Callable[[Scene, str], dict[str, Any]], str]] = {
         lambda s, n: s.changed(n, more={"resume": checkpoint_path(s.run / "checkpoints", 4)}),
         "the run is already finished",
     ),
+    "finished-otherwise": (
+        lambda s, n: s.resumed(n, train={"learning_rate": 0.123}),
+        "[train] learning_rate is 0.123, was ",
+    ),
     "finished-or-anew": (lambda s, n: s.changed(n, more={"resume": "any"}), "the run is already finished"),
     "dry": (lambda s, n: s.changed(n, more={"dry_run": True}), "holds a run and is unchanged"),
 }
