@@ -12,10 +12,13 @@ export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 # The Python of your environment, on a file system that all nodes see. In a heterogeneous job there may be one for each component.
 read -ra PYTHONS <<< "${PYTHONS[*]:-.venv/bin/python}"
 
-if ! command -v "${PYTHONS[0]}" > /dev/null; then
-    echo "$0: ${PYTHONS[0]} does not exist: set PYTHONS to your environment's Python" >&2
+for ((group = 0; group < ${SLURM_HET_SIZE:-1}; group++)); do
+    python=${PYTHONS[group]:-${PYTHONS[-1]}} step=()
+    [ "$group" -gt 0 ] && step=(srun --het-group="$group" --overlap --nodes=1 --ntasks=1 --ntasks-per-node=1)
+    "${step[@]}" sh -c 'command -v "$0"' "$python" > /dev/null && continue
+    echo "$0: $python does not exist${SLURM_HET_SIZE:+ on nodes of component $group}: set PYTHONS to your environment's Python" >&2
     exit 2
-fi
+done
 
 # Run directories go here, each by the name of its job file, unless --run-dir says otherwise: on a file system that all nodes see.
 RUNS=${RUNS:-runs}
@@ -67,11 +70,10 @@ train() {
     trap 'limit=yes signalled=yes; kill -USR1 "$pid" 2> /dev/null' USR1
     wait "$pid"; code=$?
     while [ -n "$signalled" ]; do # the signal has ended the waiting, not the job
-        signalled=''
-        wait "$pid"; code=$?
+        signalled=''; wait "$pid"; code=$?
     done
     [ -n "${COPY:-}" ] && each_node rm -rf "$SCRATCH"
     # 76: stopped in order, with a checkpoint (docs/recovery.md).
-    [ -n "$limit" ] && [ "$code" -eq 76 ] && scontrol requeue "$SLURM_JOB_ID"
+    [ -n "$limit" ] && [ "$code" -eq 76 ] && echo "requeueing this job: it goes on by itself" && scontrol requeue "$SLURM_JOB_ID"
     return "$code"
 }

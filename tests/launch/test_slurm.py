@@ -87,6 +87,8 @@ def test_scripts_are_short_and_valid(script: Path) -> None:
         assert "source jobs/slurm.sh\n" in text and "sbatch " in text.split("#SBATCH")[0], (
             "how to submit it stands on top"
         )
+        below = subprocess.run(["bash", script.name, "job.toml"], cwd=ROOT / "jobs", env={"SLURM_JOB_ID": "1"})
+        assert below.returncode == 2, "it says from where it is submitted"
         assert f"`{script.name}`" in (ROOT / "docs" / "slurm.md").read_text()
 
 
@@ -206,6 +208,7 @@ class Submitted:
         self.lab.until(lambda: self.lab.fields(self.number)["Restarts"] == "1", "requeue", self.text, PATIENCE_S)
         told = re.search(r"^Stopped after step (\d+) \(requested by a signal\): (\S+) is complete", self.text(), re.M)
         assert told is not None and Path(told[2]).is_file(), self.text()
+        assert re.search(r"^launch: sbatch --chdir=\S+ \S+\.sbatch ", self.text(), re.M), self.text()
         return int(told[1])
 
     def let_it_end_after(self, steps: int) -> None:
@@ -214,6 +217,17 @@ class Submitted:
         fields = self.lab.wait_for(self.number, ("COMPLETED", "FAILED"), PATIENCE_S, self.text)
         assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("COMPLETED", "0:0", "1"), self.text()
         assert len(self.losses()) == steps and (self.run / "model").is_dir(), self.text()
+
+
+def test_each_component_s_python_is_looked_for(lab: SlurmLab, tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    first, second = (
+        ("--nodes=1", "--ntasks-per-node=1", *SMALL, f"--partition={name}") for name in ("first", "second")
+    )
+    words = (*first, f"--output={output}", ":", *second, "jobs/unlike_nodes.sbatch", "jobs/letters.toml")
+    job = lab.submit(*words, env={"PYTHONS": f"{sys.executable} {tmp_path}/absent"})
+    assert lab.wait_for(job, ("COMPLETED", "FAILED"), 60.0, lab.logs)["ExitCode"] == "2:0", output.read_text()
+    assert f"{tmp_path}/absent does not exist" in output.read_text()
 
 
 SMALL = ("--cpus-per-task=1", "--mem=0", "--gres=none")
