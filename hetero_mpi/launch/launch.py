@@ -100,7 +100,9 @@ def _start(namespace: argparse.Namespace, command: CommandLine, program: Sequenc
         launch_args = sys.argv[1 : -len(program)] if sys.argv[-len(program) :] == program else ["launch", "...", "--"]
         command_line = shlex.join(["python", "-m", "hetero_mpi", *launch_args, *resume_words])
         text = f"the run has not finished (exit code {code}). To resume from its newest state or, without one, restart"
-        print_lines([f"{text}:", command_line])
+        submit = slurm.resubmission(os.environ)
+        text += ", with the former options of sbatch (a requeued job goes on by itself)" if submit else ""
+        print_lines([f"{text}:", submit or command_line])
     return code
 
 

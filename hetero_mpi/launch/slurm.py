@@ -11,6 +11,7 @@ import contextlib
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -120,7 +121,7 @@ def _expand(nodes: str) -> tuple[str, ...]:
 def check_slurm_job(environment: Mapping[str, str]) -> None:
     """Raise UserError if SLURM's variables are those of a job that has ended, as in an old tmux or Jupyter shell."""
     job = environment.get("SLURM_JOB_ID")
-    state = None if job is None else _job_state(job)
+    state = None if job is None else _job_field(job, "%T")
     if state is not None and state not in _RUNNING:
         raise UserError(
             "slurm.no_such_job",
@@ -141,10 +142,20 @@ def check_slurm_tasks(ranks: int, tasks_of_nodes: Sequence[int], mpirun_args: Se
         )
 
 
-def _job_state(job: str) -> str | None:
-    """Query the state of a SLURM job; "" if SLURM has no such job, None if SLURM cannot be queried."""
+def resubmission(environment: Mapping[str, str]) -> str | None:
+    """Return the command that submits this job's batch script again; None outside a batch job."""
+    job = environment.get("SLURM_JOB_ID")
+    command = None if job is None else _job_field(job, "%o")
+    if not command or command == "(null)":
+        return None
+    task = environment.get("SLURM_ARRAY_TASK_ID")
+    return f"sbatch --chdir={shlex.quote(os.getcwd())} {f'--array={task} ' if task else ''}{command}"
+
+
+def _job_field(job: str, field: str) -> str | None:
+    """Query a field of a SLURM job, in squeue's format; "" if SLURM has no such job, None if SLURM cannot be queried."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        command = ["squeue", "--noheader", "--jobs", job, "--format", "%T"]
+        command = ["squeue", "--noheader", "--states=all", "--jobs", job, "--format", field]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
         if answer.returncode == 0:
             return answer.stdout.strip().partition("\n")[0]

@@ -36,8 +36,11 @@ from hetero_mpi.util.terminal import UNWATCHED_VARIABLE, write_text
 _MORE_TEXT = "the full command: --print; with the reasons for its options: --verbose"
 _PR_SET_PDEATHSIG_CODE = 1
 _AGAIN = "(Ctrl-C or SIGTERM now: end at once)"
+_KILLED = (
+    "; a plain `scancel` (without --batch --signal=USR1) may cut that short" if "SLURM_JOB_ID" in os.environ else ""
+)
 STOP_TEXTS = {
-    "train": f"asking the job to end: after its step, with a checkpoint, or at once before the first step {_AGAIN}",
+    "train": f"asking the job to end: after its step, with a checkpoint, or at once before the first step{_KILLED} {_AGAIN}",
     "dry run": f"asking the dry run to end {_AGAIN}",
     "serve": f"asking the service to end {_AGAIN}",
 }
