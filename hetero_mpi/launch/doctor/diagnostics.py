@@ -128,7 +128,7 @@ KINDS: dict[str, tuple[str, Severity, str, str]] = {
     "interface": ("interfaces", FINE, "{ways}{left_out}", ""),
     "routed": ("interfaces", NOTE, "{addresses} is in none of its networks: reachable only through a router",
         "prefer one network for all hosts; otherwise make the router forward TCP on all ports both ways"),
-    "interface told": ("interfaces", FINE, "MPI is restricted by {told}", ""),
+    "interface told": ("interfaces", FINE, "MPI is restricted by {told} (set by `launch` or by you)", ""),
     "interface not told": ("interfaces", NOTE, "MPI chooses among {names}, and may choose wrongly or hang",
         "`launch --hostfile` derives the interface from the hosts' addresses; by hand: --mca btl_tcp_if_include {networks}"),
     "no directory": ("directory", FAILS, "{path}: {problem}", "create it, or set another directory for {title} in the hosts file"),
