@@ -20,7 +20,6 @@ from hetero_mpi.job.contradictions import JobValues, contradictions
 from hetero_mpi.job.other_names import instead_of_key, read_names, settings_for, written
 from hetero_mpi.job.rules import as_toml, broken_keys, may_be_empty, override_value, unknown_name
 from hetero_mpi.job.schema import TABLES, JobConfig
-from hetero_mpi.rundir.run_directory import RUN_NAME, run_json
 from hetero_mpi.util import toml
 from hetero_mpi.util.disk import require_regular
 from hetero_mpi.util.display import Displayed
@@ -275,9 +274,6 @@ class _Draft:
 def _read_toml(path: Path) -> dict[str, Any]:
     if path.is_dir():
         text = f"{path}: must be a job file, but is a directory"
-        if job_file := run_json(path / RUN_NAME).get("job_file"):
-            words = shlex.join(["train", str(job_file), "--resume", "latest", "--run-dir", str(path)])
-            raise UserError("file.not_regular", f"{text} of a run; to continue the run: `hetero-mpi {words}`")
         raise UserError("file.not_regular", text + _instead_of_file(path))
     require_regular(path)
     try:
@@ -308,6 +304,8 @@ def _instead_of_file(path: Path) -> str:
     folders = [path] if path.is_dir() else [] if path.exists() else [path.parent, Path("jobs")]
     nearby = [str(file) for folder in folders for file in sorted(folder.glob("*.toml"))]
     nearby = [file for file in nearby if not file.endswith(("plan.toml", "profile.toml"))]
+    if (path / "run.json").exists():
+        return f"; `train JOB --resume latest --run-dir {quoted}` continues its run; {quoted}/run.json names JOB (`job_file`)"
     if path.exists():
         return f"; job files: {', '.join(nearby)}" if nearby else ""
     if similar := difflib.get_close_matches(str(path), nearby, n=1, cutoff=0.5):

@@ -276,8 +276,8 @@ def test_unreadable_files(tmp_path: Path, name: str, content: bytes | None, kind
         (tmp_path / "small.toml").touch()
     with refuses(kind, path, written):
         load_job(path)
-    (tmp_path / "run.json").write_text('{"job_file": "one.toml"}')
-    with refuses("file.not_regular", tmp_path, f"train one.toml --resume latest --run-dir {tmp_path}"):
+    (tmp_path / "run.json").touch()
+    with refuses("file.not_regular", tmp_path, f"train JOB --resume latest --run-dir {tmp_path}"):
         load_job(tmp_path)
 
 
