@@ -26,8 +26,7 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
     Raises UserError if the command is missing or the host file has too few slots, and as ``find_launcher`` and ``Supervisor``
     do.
     """
-    launched = detect_launcher(os.environ, "")
-    if launched is not None and launched.size > 1:
+    if (launched := detect_launcher(os.environ, "")) is not None and launched.size > 1:
         if launched.rank > 0:
             return ExitCode.USER_ERROR  # rank 0 reports it
         raise UserError(

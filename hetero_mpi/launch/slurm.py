@@ -56,9 +56,8 @@ def components(environment: Mapping[str, str]) -> tuple[Component, ...]:
     """Return the components of the current SLURM job (none outside SLURM). Raises UserError if variables are missing."""
     if "SLURM_JOB_ID" not in environment:
         return ()
-    suffixes = [""]
-    if is_heterogeneous(environment):
-        suffixes = [f"_HET_GROUP_{number}" for number in range(int(environment["SLURM_HET_SIZE"]))]
+    groups = range(int(environment["SLURM_HET_SIZE"])) if is_heterogeneous(environment) else ()
+    suffixes = [f"_HET_GROUP_{group}" for group in groups] or [""]
     components_of_job = []
     for suffix in suffixes:
         names = (f"SLURM_JOB_NODELIST{suffix}", f"SLURM_TASKS_PER_NODE{suffix}")
@@ -110,10 +109,8 @@ def _expand(nodes: str) -> tuple[str, ...]:
         return (nodes,)
     try:
         answer = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-    except OSError as error:
-        raise UserError("slurm.scontrol", f"scontrol was not found ({error}): load SLURM's commands.") from error
-    except subprocess.CalledProcessError as error:
-        reason = error.stderr.strip() or f"exit code {error.returncode}"
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", "").strip() or f"{error} (if it was not found, load SLURM's commands)"
         raise UserError("slurm.scontrol", f"`scontrol show hostnames {nodes}` failed: {reason}") from error
     return tuple(answer.stdout.split())
 
@@ -148,8 +145,8 @@ def resubmission(environment: Mapping[str, str]) -> str | None:
     command = None if job is None else _job_field(job, "%o")
     if not command or command == "(null)":
         return None
-    task = environment.get("SLURM_ARRAY_TASK_ID")
-    return f"sbatch --chdir={shlex.quote(os.getcwd())} {f'--array={task} ' if task else ''}{command}"
+    array = f"--array={environment['SLURM_ARRAY_TASK_ID']} " if "SLURM_ARRAY_TASK_ID" in environment else ""
+    return f"sbatch --chdir={shlex.quote(os.getcwd())} {array}{command}"
 
 
 def _job_field(job: str, field: str) -> str | None:
