@@ -197,13 +197,13 @@ def _tradeoff_sentences(plan: Plan, profile: ClusterProfile) -> Iterator[str]:
     if model.wire is not None and any(len(pipeline.stages_of) > 1 for pipeline in plan.pipelines):
         yield f"activations and gradients are sent as {model.wire} (train.wire): the loss differs from that of one process"
     sliced = [
-        str(rank)
+        rank
         for _, index, stage in plan.numbered
         if slices_head(model, plan.pipelines[index], stage, plan.sequence_length)
         for rank in stage.ranks
     ]
     if sliced:
-        slices_text = f"{HEAD_TOKENS:,} tokens at a time, and again in backward (ranks {', '.join(sliced)})"
+        slices_text = f"{HEAD_TOKENS:,} tokens at a time, and again in backward ({units.ranks(sliced)})"
         yield f"memory: logits and losses are computed {slices_text}"
     saved = math.floor(sum(layer.moments_saving_bytes for layer in model.layers))
     if saved:
