@@ -1,6 +1,7 @@
 """The command ``plan`` as a person runs it, on a made-up profile in a file; losses, and what other machines would change."""
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -342,3 +343,10 @@ def test_a_what_if_without_an_answer_says_why() -> None:
     answers = list(what_ifs(make_plan(profile, request), profile, request))
     without = [answer for answer in answers if answer.change.startswith("without")]
     assert len(without) == 2 and all(answer.step_s is None and "does not fit" in answer.problem for answer in without)
+
+
+def test_a_reason_and_a_what_if_figure_for_one_rank_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    """On this cluster, a longer search for one of them found another plan."""
+    text = run(capsys, "plan", "--profile", "zorse-2xa6000-2xw6800", "--explain")
+    [(rank, longer)] = re.findall(r"rank (\d+) \([^()]*\) holds .*: planned without it, the step is (.*) longer", text)
+    assert re.findall(rf"without rank {rank} .*?: \+(.*?) \(", text) == [longer]

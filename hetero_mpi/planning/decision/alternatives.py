@@ -137,14 +137,15 @@ def near(plans: Sequence[Plan], request: PlanRequest, without: int | None = None
         ranks = range(1 + max(max(plan.ranks) for plan in plans))
         new_ranks = [-1 if rank == without else rank - (rank > without) for rank in ranks]
         plans = [renumbered(plan, new_ranks) for plan in plans]
-    streaming = "never" if without is None and not is_streamed else request.streaming
-    return replace(with_counts_near(plans[0], request), thorough=False, streaming=streaming, near=tuple(plans))
+    streaming, count = "never" if without is None and not is_streamed else request.streaming, len(plans[0].pipelines)
+    counts = count - 1, count, count + 1
+    return replace(request, near_counts=counts, thorough=False, streaming=streaming, near=tuple(plans))
 
 
-def with_counts_near(plan: Plan, request: PlanRequest) -> PlanRequest:
-    """A request for plans with about as many pipelines as ``plan``."""
-    count = len(plan.pipelines)
-    return replace(request, near_counts=(count - 1, count, count + 1))
+def without_rank(rank: int, plans: Sequence[Plan], profile: ClusterProfile, request: PlanRequest) -> Alternative:
+    """The cluster without one rank, for both a reason and a what-if alternative. ``plans``: the plan and similar ones."""
+    remaining = restricted(profile, [device.rank for device in profile.devices if device.rank != rank])
+    return Alternative(f"without rank {rank} ({profile.devices[rank].name})", remaining, near(plans, request, rank))
 
 
 # Reasons: alternative plans
@@ -283,18 +284,16 @@ def link_pairs(plan: Plan) -> list[tuple[int, int]]:
 def _cluster_alternatives(
     plans: Sequence[Plan], profile: ClusterProfile, request: PlanRequest
 ) -> Iterator[Alternative]:
-    """Yield the cluster without one rank of each class in use, fastest class first, then with a copy of the fastest rank."""
+    """Yield the cluster without the least busy rank of each class, fastest class first, then with a copy of the fastest rank."""
 
     def speed(rank: int) -> tuple[float, int]:
         return whole_model_s(profile, profile.devices[rank]), rank
 
-    plan = plans[0]
+    plan, busy_s = plans[0], outlined(plans[0], profile).busy_s
     classes = [[rank for rank in members if rank in plan.ranks] for members in rank_classes(profile)]
-    representatives = sorted((members[0] for members in classes if members), key=speed)
+    representatives = sorted((min(members, key=busy_s.__getitem__) for members in classes if members), key=speed)
     for rank in representatives[:MAX_NAMED_RANKS] if len(plan.ranks) > 1 else ():
-        remaining = restricted(profile, [device.rank for device in profile.devices if device.rank != rank])
-        fewer = near(plans, request, without=rank)
-        yield Alternative(f"without rank {rank} ({profile.devices[rank].name})", remaining, fewer)
+        yield without_rank(rank, plans, profile, request)
     quickest = profile.devices[min((device.rank for device in usable_devices(profile)), key=speed)]
     is_only = sum(device.name == quickest.name for device in profile.devices) == 1
     name = f"{'a second' if is_only else 'one more'} {quickest.name} on rank {quickest.rank}'s host"

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from hetero_mpi.planning.bounds import usable_devices
 from hetero_mpi.planning.contention import slowness, while_running
-from hetero_mpi.planning.decision.alternatives import Outcome, alternative_outcomes, with_counts_near
+from hetero_mpi.planning.decision.alternatives import Outcome, alternative_outcomes, without_rank
 from hetero_mpi.planning.decision.decide import decide
 from hetero_mpi.planning.device_times import disk_s, weights_s
 from hetero_mpi.planning.durations import Durations, pass_s, update_s
@@ -15,7 +15,7 @@ from hetero_mpi.planning.memory import host_state_bytes, streamed_bytes
 from hetero_mpi.planning.schedule import Action, Op
 from hetero_mpi.planning.search.search import Decision
 from hetero_mpi.planning.simulator import SimulatedStep
-from hetero_mpi.planning.types.cluster_changes import restricted, with_free_links
+from hetero_mpi.planning.types.cluster_changes import with_free_links
 from hetero_mpi.planning.types.plan import FROM_DISK, IdleRank, Plan, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -38,7 +38,7 @@ def reasons(decision: Decision, profile: ClusterProfile, request: PlanRequest, s
         *group_texts(plan, profile, step.step_s, decision.without_groups_s),
         *(outcome.sentence(step.step_s) for outcome in alternative_outcomes(decision, profile, request)),
         busiest_text(plan, profile, step),
-        *_least_busy(plan, profile, request, step),
+        *_least_busy(decision, profile, request, step),
     )
 
 
@@ -128,24 +128,23 @@ def _files_text(number: int, plan: Plan, profile: ClusterProfile) -> str:
     return f"{text} at {units.bandwidth(filed / second_s)}: a step waits {waits} for it"
 
 
-def _least_busy(plan: Plan, profile: ClusterProfile, request: PlanRequest, simulation: SimulatedStep) -> Iterator[str]:
+def _least_busy(
+    decision: Decision, profile: ClusterProfile, request: PlanRequest, step: SimulatedStep
+) -> Iterator[str]:
     """On small clusters, compare with the best plan without the least busy rank (two ranks: see ``PlanReport.alone``)."""
-    used = sorted(simulation.busy_s)
+    plan, used = decision.plan, sorted(step.busy_s)
     if len(profile.devices) == 2 or not 2 <= len(used) <= MAX_RANKS_TO_EXPLAIN_LEAST or not request.allow_idle:
         return
-    rank = min(used, key=lambda r: (simulation.busy_s[r], r))
-    remaining = restricted(profile, [d.rank for d in profile.devices if d.rank != rank])
-    decision = decide(remaining, with_counts_near(plan, request))
+    rank = min(used, key=lambda r: (step.busy_s[r], r))
+    outcome = without_rank(rank, (plan, *decision.similar), profile, request).plan_again()
     part = "the whole model" if plan.undivided else f"{_layers_text(plan, rank)} ({_stages_text(plan, rank)})"
-    name = f"rank {rank} ({profile.devices[rank].name}) holds {part}: planned without it,"
-    if decision is None:
-        yield f"{name} the model does not fit in memory"
-    else:
-        change = round(units.ratio(decision.step_s, simulation.step_s) - 1, 3)
+    text = outcome.problem
+    if outcome.step_s is not None:
+        change = round(units.ratio(outcome.step_s, step.step_s) - 1, 3)
         # The search is a heuristic: the plan without the rank may be slightly faster.
         comparison = f"{units.percent(abs(change))} {'longer' if change > 0 else 'shorter'}"
-        comparison = comparison if abs(change) >= MIN_NAMED_CHANGE_RATIO else "about equally long"
-        yield f"{name} the step is {comparison}"
+        text = f"the step is {comparison if abs(change) >= MIN_NAMED_CHANGE_RATIO else 'about equally long'}"
+    yield f"rank {rank} ({profile.devices[rank].name}) holds {part}: planned without it, {text}"
 
 
 def _stages_text(plan: Plan, rank: int) -> str:
