@@ -21,7 +21,7 @@ from hetero_mpi.planning.decision.decide import (
 from hetero_mpi.planning.decision.explain import busiest_text, group_texts, idle_ranks, offload_texts, reasons
 from hetero_mpi.planning.decision.rules import batch_problems, micro_batch_sizes, plan_problems
 from hetero_mpi.planning.decision.several_stages import in_requested_order, nearest_searched
-from hetero_mpi.planning.decision.shortage import closest_split, with_hosts_divided
+from hetero_mpi.planning.decision.shortage import closest_split, edits_that_help, with_hosts_divided
 from hetero_mpi.planning.device_times import host_optimizer_s
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.memory import (
@@ -167,8 +167,8 @@ def complete_plan(
     if counted is not profile and any(_shortages(full)):
         counted, full = profile, _figures(plan, profile, request, simulation)
     if short := [*_shortages(full)]:
-        hint = "give it fewer layers or a lower warm_up"
-        raise UserError("memory.exceeded", "\n".join(f"plan: {shortage}; {hint}" for shortage in short))
+        lines = [*(f"plan: {shortage}" for shortage in short), edits_that_help(full, counted, request)]
+        raise UserError("memory.exceeded", "\n".join(lines))
     idle = (device.rank for device in profile.devices if not plan.of_rank(device.rank))
     groups = group_texts(plan, profile, simulation.step_s, None)
     remarks = (*offload_texts(plan, profile), *_copies_remark(profile, request, counted))

@@ -1,4 +1,4 @@
-"""Find the single-pipeline split that comes closest to fitting in memory, with the fewest micro-batches in flight."""
+"""Find the single-pipeline split that comes closest to fitting in memory, and the edits by which a given plan would fit."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,13 +8,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hetero_mpi.planning.decision.rules import plan_problems
 from hetero_mpi.planning.memory import StageMode, shared_memories
 from hetero_mpi.planning.memory_model import MemoryModel
 from hetero_mpi.planning.orders.warm_up import scheduled_depths
 from hetero_mpi.planning.tables import in_own_order
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, StagePlan
+from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util import units
 from hetero_mpi.util.grouping import grouped
 
 KindOrder = tuple[int, ...]
@@ -111,3 +113,22 @@ def with_hosts_divided(profile: ClusterProfile) -> Iterator[ClusterProfile]:
                     devices[rank], memory_bytes=min(devices[rank].memory_bytes, int(host.memory_bytes * rank_share))
                 )
         yield replace(profile, devices=tuple(devices))
+
+
+def edits_that_help(report: PlanReport, profile: ClusterProfile, request: PlanRequest) -> str:
+    """List the changes to a given plan that can help where its memory is short."""
+    short: set[int | str] = {memory.rank for memory in report.memory if memory.peak_bytes > memory.usable_bytes}
+    short |= {memory.host for memory in report.hosts if memory.peak_bytes > memory.usable_bytes}
+    ranks = {device.rank for device in profile.devices if short & {device.rank, device.host}}
+    stages = [stage for _, _, stage in report.plan.numbered]
+    held = [stage for stage in stages if ranks & {*stage.ranks}]
+    helps = ["fewer layers"] * any(stage.last - stage.first > 1 for stage in held)
+    helps += ["a lower warm_up"] * any(stage.warm_up > 0 for stage in held)
+    for setting, changed in (
+        ("recompute", [replace(stage, recompute=stage.recompute or stage in held) for stage in stages]),
+        ("streamed", [replace(stage, streamed=stage.streamed or stage in held) for stage in stages]),
+    ):
+        plan = report.plan.with_stages(changed)
+        if not any(plan_problems(plan, profile)) and MemoryModel(profile, request).check(plan):
+            helps.append(f"{setting} = true (with it, the plan fits)")
+    return f"What can help {units.ranks(ranks & {*report.plan.ranks})}: {', '.join(helps) or 'more memory'}"

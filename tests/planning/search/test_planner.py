@@ -360,6 +360,18 @@ def test_hand_written_plans_with_a_wrong_batch_depth_or_too_little_memory() -> N
         complete_plan(plan, small, request)
 
 
+def test_edits_named_where_memory_is_short_help() -> None:
+    plan, request = make_plan_of((0, 2, 4), (0, 1), 4, (3, 0)), PlanRequest(4, SEQUENCE, (1,), memory_reserve=0.0)
+    edited = plan.with_stages(replace(stage, recompute=stage.ranks == (0,)) for _, _, stage in plan.numbered)
+    least = predict_memory(edited, make_profile((1.0, 1.0)))[0].peak_bytes
+    with refuses("memory.exceeded", "rank 0", "warm_up", "recompute = true"):
+        complete_plan(plan, make_profile((1.0, 1.0), memory_bytes=(least, 10_000_000)), request)
+    complete_plan(edited, make_profile((1.0, 1.0), memory_bytes=(least, 10_000_000)), request)
+    with refuses("memory.exceeded", "rank 1", "layers") as refusal:
+        complete_plan(plan, make_profile((1.0, 1.0), memory_bytes=(10_000_000, 1000)), request)
+    assert not any(key in str(refusal.value) for key in ("warm_up", "recompute", "streamed"))
+
+
 @pytest.mark.parametrize(
     ("pipelines", "kept", "remedy"),
     [
