@@ -24,7 +24,7 @@ from hetero_mpi.util import toml
 from hetero_mpi.util.disk import require_regular
 from hetero_mpi.util.display import Displayed
 from hetero_mpi.util.errors import Problem, UserError
-from hetero_mpi.util.shipped import profile_file, shipped_folder
+from hetero_mpi.util.shipped import profile_file, require_kind, shipped_folder
 from hetero_mpi.util.terminal import write_text
 
 _PLUG_IN_KEYS = "plan.schedule", "train.preference", "cluster.device", "report.trackers"
@@ -102,7 +102,8 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), settings: Mapping[
         UserError: If the job is invalid. Lists all problems, one per line, as ``file: [table] key = value: rule``.
     """
     path = Path(path)
-    draft = _Draft(_read_toml(path), str(path))
+    require_kind(tables := _read_toml(path), "job", str(path))
+    draft = _Draft(tables, str(path))
     draft.apply(settings or {}, overrides)
     return LoadedJob(draft.validated(path.stem), path, path.stem, path.absolute().parent)
 

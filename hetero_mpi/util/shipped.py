@@ -1,4 +1,4 @@
-"""Required packages, the jobs and profiles shipped with the program, and the pip argument that installs the same version."""
+"""Required packages, jobs and profiles by name and kind, and the pip argument that installs the same version."""
 
 import difflib
 import json
@@ -20,6 +20,8 @@ REQUIRED = (
 """Modules that a run imports. A test compares this list with pyproject.toml."""
 USED_PROFILE = "used-profile.toml"
 """File in a run directory with the profile on which the run's plans are based, if that differs from ``profile.toml``."""
+_KIND_BY_TABLE = {"devices": "profile", "pipelines": "plan", "data": "job"}
+"""A table that files of only one kind have -> that kind."""
 SHIPPED_FILES = "shipped_files"
 """Folder inside the package that exists in a wheel but not in a clone."""
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -64,6 +66,14 @@ def profile_file(name: str | os.PathLike[str], requested_path: Path | None = Non
             "shipped.missing", f"{requested_path}: no such file, and no shipped profile of this name; {hint}"
         )
     return path
+
+
+def require_kind(tables: object, kind: str, where: str) -> None:
+    """Raise UserError if ``tables`` are those of another ``kind`` of file: a profile, a plan or a job."""
+    kinds = [each for table, each in _KIND_BY_TABLE.items() if isinstance(tables, dict) and table in tables]
+    if kinds and kind not in kinds:
+        place = "first, without an option" if kinds[0] == "job" else f"with --{kinds[0]}"
+        raise UserError("file.kind", f"{where}: a {kinds[0]}, not a {kind}; pass it {place}")
 
 
 def file_of_run(directory: Path, *names: str) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetero_mpi.commands import plan_commands
-from hetero_mpi.job.load import job_from_tables
+from hetero_mpi.job.load import job_from_tables, load_job
 from hetero_mpi.planning.bounds import fluid_bound_s
 from hetero_mpi.planning.decision.alternatives import AS_INT8, losses, what_ifs
 from hetero_mpi.planning.decision.decide import decide
@@ -350,3 +351,21 @@ def test_a_reason_and_a_what_if_figure_for_one_rank_agree(capsys: pytest.Capture
     text = run(capsys, "plan", "--profile", "zorse-2xa6000-2xw6800", "--explain")
     [(rank, longer)] = re.findall(r"rank (\d+) \([^()]*\) holds .*: planned without it, the step is (.*) longer", text)
     assert re.findall(rf"without rank {rank} .*?: \+(.*?) \(", text) == [longer]
+
+
+@pytest.mark.parametrize(
+    ("load", "file", "place"),
+    [
+        (load_profile, "plan.toml", "--plan"),
+        (load_report, "profile.toml", "--profile"),
+        (load_profile, "job.toml", "job"),
+        (load_job, "plan.toml", "--plan"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_in_one_line(
+    folder: Path, load: Callable[[str], object], file: str, place: str
+) -> None:
+    save_plan(best(), "plan.toml")
+    with refuses("file.kind", file, place) as refusal:
+        load(file)
+    assert "\n" not in str(refusal.value)

@@ -20,7 +20,7 @@ from hetero_mpi.planning.types.profile_rules import number_problems, profile_pro
 from hetero_mpi.util import toml
 from hetero_mpi.util.disk import require_regular, write_atomic
 from hetero_mpi.util.errors import UserError
-from hetero_mpi.util.shipped import file_of_run, profile_file
+from hetero_mpi.util.shipped import file_of_run, profile_file, require_kind
 
 PROFILE_HEADING = """\
 # Profile of a cluster: measured speeds of every rank and every directed link, and the costs of the measured model, so that
@@ -252,6 +252,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_version(data: Any, expected: int, file_kind: str, where: str) -> None:
+    require_kind(data, file_kind, where)
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != expected:
         raise UserError(
