@@ -160,6 +160,7 @@ def test_all_problems_of_a_profile_are_listed_with_file_key_and_value(
             "parameters = 1000000000000000000000",
             "parameters = 1000000000000000000000: must be at most",
         ),
+        ("tied = false", "tied = false\nheads = 8", "model.heads = 8: give layers divided_parameters"),
         ("tied = false", "tied = false\nheads = 1000000000000", "model.heads = 1000000000000: must be 1 to 10,000"),
         (
             "divided_trainable = 0",

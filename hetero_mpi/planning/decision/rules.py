@@ -219,9 +219,9 @@ def _share_problems(stage: StagePlan, model: ModelCost) -> Iterator[str]:
         yield f"shares = {shares}{experts}: every rank needs a share, a whole number of at least 1, or 0 if the rank has experts"
     elif model.heads is None:
         yield (
-            "tensor parallelism does not support this model with this job (possible reasons: the family, dropout of hidden states "
-            "or attention, [adapter] tokens, [train] optimizers that update full matrices, and matrices in which NF4 or 8-bit "
-            "optimizer states cross shards; `train --plan` says which); give the stage one rank"
+            "the profile's [model] has no `heads`, so ranks cannot share layers: give the stage one rank. `profile` omits `heads` "
+            "where tensor parallelism does not support the job (`train --plan` says why); a hand-written profile needs it, and the "
+            "keys in docs/tensor-parallelism.md"
         )
     elif sum(shares) != model.heads:
         heads = f"and the model has {model.heads}; make them add up to {model.heads}"

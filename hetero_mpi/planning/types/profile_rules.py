@@ -109,6 +109,8 @@ def _model_problems(profile: ClusterProfile) -> Iterator[str]:
     for name, count in (("heads", model.heads), ("experts", model.experts)):
         if count is not None and not 1 <= count <= MAX_PARTS:
             yield f"model.{name} = {count}: must be 1 to {MAX_PARTS:,}; omit it if ranks cannot share them"
+    if model.heads is not None and not any(layer.divided_parameters for layer in model.layers):
+        yield f"model.heads = {model.heads}: give layers divided_parameters (docs/tensor-parallelism.md), or omit heads"
     if len(model.layers) < 2:
         yield "model.layers: must have at least an embedding and a head"
     for index, layer in enumerate(model.layers):
