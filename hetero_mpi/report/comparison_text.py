@@ -47,7 +47,7 @@ def comparison_rows(runs: Sequence[PastRun]) -> list[tuple[str, ...]]:
     tokens = min(sum(step.tokens for step in run.metrics.steps) for run in runs)
     speeds = [run.median_tokens_per_s() for run in runs]
     unit = units.unit_of(runs[0].setting("data", "sequence_length"))
-    trained = f"{units.count(tokens)} {unit}{' of the stand-in' * any(run.emulated for run in runs)}"
+    trained = f"{units.count(tokens)} {unit}{' of the stand-in' * all(run.emulated for run in runs)}"
     evaluation_losses = [run.metrics.evaluations[-1].loss if run.metrics.evaluations else math.nan for run in runs]
     rows = [(key, *values) for key, values in job_differences([run.job for run in runs])]
     return [

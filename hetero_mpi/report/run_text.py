@@ -183,17 +183,19 @@ def worth_adding(
     if len(report.plan.ranks) == 1:
         return f"No: the plan uses only rank {report.plan.ranks[0]}, as the other ranks would slow it down."
     predicted_gain = best.step_s / report.predicted_step_s if report.predicted_step_s > 0 else math.nan
-    gain = best.step_s / measured_s if measured_s else predicted_gain
+    # The time alone is only predicted. If steps were much faster than predicted, other programs may have slowed both predictions.
+    slowdown = measured_s / report.predicted_step_s if measured_s and report.predicted_step_s > 0 else 1.0
+    is_measured = measured_s and slowdown >= 1 - MAX_UNEXPLAINED_RATIO
+    gain = best.step_s / measured_s if measured_s and is_measured else predicted_gain
     answer = "No" if gain < 1 else "Hardly" if gain < MAX_HARDLY_FACTOR else "Yes"
-    source = "measured" if measured_s else "predicted"
+    source = "measured" if is_measured else "predicted"
     text = f"{answer}: all devices together are {gain:.2f} times as fast ({source}) as "
     text += f"{place_text(profile, best.rank)} alone (predicted)"
-    if measured_s and math.isfinite(predicted_gain):
+    if is_measured and math.isfinite(predicted_gain):
         text += f"; the prediction was {predicted_gain:.2f} times"
-    if measured_s and measured_s > (1 + MAX_UNEXPLAINED_RATIO) * report.predicted_step_s:
-        slowdown = measured_s / report.predicted_step_s
-        text += f". Steps took {slowdown:.1f} times as long as predicted, for example because of other programs; the time alone "
-        text += "was not measured (run with -np 1)"
+    if abs(slowdown - 1) > MAX_UNEXPLAINED_RATIO:
+        text += f". Steps took {slowdown:.2g} times as long as predicted, for example because the load of other programs differed; "
+        text += "the time alone was not measured (run with -np 1)"
     return text + "."
 
 

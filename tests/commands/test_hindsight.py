@@ -15,7 +15,7 @@ from hetero_mpi.cli import main
 from hetero_mpi.commands import run_commands
 from hetero_mpi.planning.types.plan import Alone
 from hetero_mpi.planning.types.toml_files import save_profile
-from hetero_mpi.report.comparison_text import job_differences, loss_after
+from hetero_mpi.report.comparison_text import comparison_rows, job_differences, loss_after
 from hetero_mpi.report.page.document import write_report
 from hetero_mpi.report.past_run import read_run
 from hetero_mpi.report.run_text import worth_adding
@@ -63,6 +63,13 @@ def test_all_runs_of_a_directory_have_one_page(tmp_path: Path) -> None:
         run_commands.compare([tmp_path / "runs", page.parent])
 
 
+def test_only_emulated_runs_are_compared_after_tokens_of_the_stand_in(tmp_path: Path) -> None:
+    profiles = cluster(2, source="emulated, measured"), cluster(2)
+    runs = [read_run(make_run(tmp_path / str(i), planned(profile), profile)) for i, profile in enumerate(profiles)]
+    assert any("stand-in" in label for label, *_ in comparison_rows(runs[:1]))
+    assert not any("stand-in" in label for label, *_ in comparison_rows(runs))
+
+
 def test_the_loss_after_equally_many_tokens(tmp_path: Path) -> None:
     profile = cluster(2)
     steps = read_run(make_run(tmp_path / "a", planned(profile), profile)).metrics.steps
@@ -77,6 +84,7 @@ def test_the_loss_after_equally_many_tokens(tmp_path: Path) -> None:
         (2.0, 1.0, None, "Yes 2.00 card"),
         (2.0, 1.0, 1.9, "Hardly 1.05 measured"),
         (2.0, 1.0, 2.5, "No 0.80"),
+        (0.9, 1.0, 0.5, "No 0.90 predicted"),
         (None, 1.0, None, "Yes"),
     ],
 )
