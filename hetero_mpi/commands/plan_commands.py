@@ -360,9 +360,9 @@ def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: Clus
     """Describe each difference between the job and the model for which the profile was made."""
     job, model = loaded.job, profile.model
     kind = job.model.factory or (config or {}).get("model_type")
+    key = next((name for name in ("model.factory", "model.path") if getattr(job.model, name[6:])), "model.config")
     if kind not in (None, model.model_type):
-        key = "model.factory" if job.model.factory else "model_type"
-        return [f'{key} = "{kind}": the profile has "{model.model_type}"']
+        return [f'{key}: a model of type "{kind}": the profile has "{model.model_type}"']
     problems = []
     if job.data.sequence_length != model.sequence_length:
         problems.append(f"data.sequence_length = {job.data.sequence_length}: the profile has {model.sequence_length}")
@@ -372,7 +372,7 @@ def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: Clus
         problems.append(f'train.optimizer = "{job.train.optimizer}": the profile has "{model.optimizer}"')
     blocks = next((config[key] for key in BLOCK_KEYS if config and key in config), None)
     if blocks is not None and blocks != len(model.layers) - 2:
-        problems.append(f"{units.plural(blocks, 'block')}: the profile has {len(model.layers) - 2}")
+        problems.append(f"{key}: a model of {units.plural(blocks, 'block')}: the profile has {len(model.layers) - 2}")
     if model.layers[1:-1] and not job.train.freeze and _trains_adapter(profile) != (job.adapter.method != "none"):
         measured = "an adapter over frozen weights" if _trains_adapter(profile) else "full fine-tuning"
         problems.append(f'adapter.method = "{job.adapter.method}": the profile has {measured}')

@@ -106,8 +106,14 @@ def test_a_plan_edited_by_hand_is_costed_just_the_same(folder: Path, capsys: pyt
     [
         ("data.sequence_length=20", "data.sequence_length = 20: the profile has 10"),
         ("train.dtype=bf16", 'train.dtype = "bf16": the profile has "fp32"'),
-        ("model.config={model_type='qwen3', num_hidden_layers=6}", 'model_type = "qwen3": the profile has "llama"'),
-        ("model.config={model_type='llama', num_hidden_layers=9}", "9 blocks: the profile has 6"),
+        (
+            "model.config={model_type='qwen3', num_hidden_layers=6}",
+            'model.config: a model of type "qwen3": the profile has "llama"',
+        ),
+        (
+            "model.config={model_type='llama', num_hidden_layers=9}",
+            "model.config: a model of 9 blocks: the profile has 6",
+        ),
         ("adapter.method=lora", 'adapter.method = "lora": the profile has full fine-tuning'),
     ],
 )
