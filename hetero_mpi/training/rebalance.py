@@ -150,7 +150,7 @@ class Rebalancer:
             self._answer = self._replanner.take_answer()
             prospect = self._answer.prospect if self._answer is not None else None
             self._decider.answered(prospect)
-            _LOG.info("replanned: %s", prospect or "no better plan")
+            _LOG.info("replanned: %s", prospect or "no answer; keeping the plan")
         move = self._decider.decide(remaining_steps)
         if move is Move.ASK:
             self._ask(remaining_steps)
@@ -311,11 +311,12 @@ class Decider:
             return Move.STAY
         requested = self.requested_ratios
         if not changed or any(speed.is_far_from(requested.get(part)) for part, speed in self._speeds.items()):
-            # The plan is for outdated speeds; replanning waits until speeds settle.
+            _LOG.info("not moving: speeds have changed since, and are watched until they settle")
             self.requested_ratios = self._prospect = None
             for speed in self._speeds.values():
                 speed.restart_count()
         elif self._prospect.hopeless(remaining_steps):
+            _LOG.info("not moving: this gains too little in the remaining %s", units.plural(remaining_steps, "step"))
             self._accept_requested()
         elif self._prospect.pays(max(changed.values()), remaining_steps):
             return Move.GO

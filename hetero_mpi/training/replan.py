@@ -28,6 +28,7 @@ from hetero_mpi.planning.types.cost import LayerCost, ModelCost
 from hetero_mpi.planning.types.plan import IdleRank, PipelinePlan, Plan, PlanReport
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
+from hetero_mpi.util import units
 from hetero_mpi.util.errors import UserError
 
 _REPLANNED_REASON = "made during the run, for the speeds measured then"
@@ -71,6 +72,10 @@ class Prospect:
     """Step time of the new plan."""
     cost_s: float
     """Seconds to move the trained state."""
+
+    def __str__(self) -> str:
+        now, then, cost = map(units.seconds, (self.now_s, self.then_s, self.cost_s))
+        return f"a step {now} -> {then}, if layers move in {cost}"
 
     @property
     def gain_s(self) -> float:
