@@ -161,7 +161,9 @@ def _plan(
     for spec in (spec for tuning in tunings[1:] for spec in tuning.trainable.values()):
         sizes[spec.layer] += spec.count * DTYPES[dtype].itemsize
     shares = share_out(sizes, usable)
-    rank_bytes = [sum(sizes[first:last]) for first, last in shares]
+    # A rank with both ends holds a tied matrix once.
+    tied_bytes = DTYPES[dtype].itemsize * chain.parameters[chain.tied[1]].count if chain.tied is not None else 0
+    rank_bytes = [sum(sizes[first:last]) - tied_bytes * (last - first == len(sizes)) for first, last in shares]
     streamed = any(bytes_ > limit for bytes_, limit in zip(rank_bytes, usable, strict=True))
     if streamed:  # each rank holds a few layers at a time
         at_once = OFFLOADED_LAYER_COUNT * max(sizes)
