@@ -275,7 +275,7 @@ def _job_for_profile(profile: ClusterProfile, name: str, overrides: Sequence[str
     model, batch = profile.model, max(MIN_BATCH, DEFAULT_SEQUENCES_PER_RANK * len(profile.devices))
     tables: dict[str, dict[str, Any]] = {
         "model": {"config": {"model_type": model.model_type, BLOCK_KEYS[0]: len(model.layers) - 2}},
-        "adapter": {"method": "lora" if _trains_adapter(profile) else "none"},
+        "adapter": {"method": "none" if model.trained_whole else "lora"},
         "tokenizer": {"path": "."},
         "data": {"text": ["*.txt"], "sequence_length": model.sequence_length},
         "train": {"global_batch": batch, "dtype": model.dtype, "optimizer": model.optimizer},
@@ -373,8 +373,8 @@ def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: Clus
     blocks = next((config[key] for key in BLOCK_KEYS if config and key in config), None)
     if blocks is not None and blocks != len(model.layers) - 2:
         problems.append(f"{key}: a model of {units.plural(blocks, 'block')}: the profile has {len(model.layers) - 2}")
-    if model.layers[1:-1] and not job.train.freeze and _trains_adapter(profile) != (job.adapter.method != "none"):
-        measured = "an adapter over frozen weights" if _trains_adapter(profile) else "full fine-tuning"
+    if model.layers[1:-1] and not job.train.freeze and model.trained_whole != (job.adapter.method == "none"):
+        measured = "full fine-tuning" if model.trained_whole else "an adapter over frozen weights"
         problems.append(f'adapter.method = "{job.adapter.method}": the profile has {measured}')
     elif model.adapter_rank not in (None, job.adapter.rank):
         problems.append(f"adapter.rank = {job.adapter.rank}: the profile has {model.adapter_rank}")
@@ -385,9 +385,3 @@ def _differences(loaded: LoadedJob, config: dict[str, Any] | None, profile: Clus
 
 def _quantization(profile: ClusterProfile) -> str:
     return "nf4" if is_packed(profile.model) else "none"
-
-
-def _trains_adapter(profile: ClusterProfile) -> bool:
-    """Return whether the profile was made for training an adapter on top of frozen weights."""
-    blocks = profile.model.layers[1:-1]
-    return sum(layer.trainable_parameters for layer in blocks) < sum(layer.parameters for layer in blocks) / 2

@@ -99,8 +99,8 @@ def job_differences(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, tuple[
     )
     differences = []
     for name, key in keys:
-        tables = (job.get(name) for job in jobs)
-        values = tuple(_value(table.get(key) if isinstance(table, Mapping) else None) for table in tables)
+        found = (table.get(key) if isinstance(table := job.get(name), Mapping) else None for job in jobs)
+        values = tuple("empty" if value is None else str(value) for value in found)
         if len(set(values)) > 1 and (name, key) not in _IRRELEVANT:
             differences.append((f"{name}.{key}", values))
     return differences
@@ -120,7 +120,3 @@ def _model(profile: ClusterProfile | None) -> tuple[object, ...]:
 
 def _loss(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else "unknown"
-
-
-def _value(value: Any) -> str:
-    return "empty" if value is None else str(value)

@@ -21,7 +21,7 @@ from hetero_mpi.planning.decision.decide import (
 from hetero_mpi.planning.decision.explain import busiest_text, group_texts, idle_ranks, offload_texts, reasons
 from hetero_mpi.planning.decision.rules import batch_problems, micro_batch_sizes, plan_problems
 from hetero_mpi.planning.decision.several_stages import in_requested_order, nearest_searched
-from hetero_mpi.planning.decision.shortage import closest_split, edits_that_help, with_hosts_divided
+from hetero_mpi.planning.decision.shortage import closest_split, edits_that_help, short_places, with_hosts_divided
 from hetero_mpi.planning.device_times import host_optimizer_s
 from hetero_mpi.planning.dry_run import validate
 from hetero_mpi.planning.memory import (
@@ -48,12 +48,10 @@ from hetero_mpi.planning.types.cluster_changes import (
 from hetero_mpi.planning.types.plan import (
     ALL_RANKS_WORK,
     Alone,
-    HostMemory,
     IdleRank,
     PipelinePlan,
     Plan,
     PlanReport,
-    RankMemory,
 )
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
@@ -183,12 +181,10 @@ def complete_plan(
 
 def _shortages(report: PlanReport) -> Iterator[str]:
     """Describe each memory shortage of a rank or host."""
-    needs: list[tuple[str, RankMemory | HostMemory]] = [(f"rank {rank.rank} needs", rank) for rank in report.memory]
-    needs += [(f"the ranks of host {host.host} need", host) for host in report.hosts]
-    for who, predicted in needs:
-        if (shortage_bytes := predicted.peak_bytes - predicted.usable_bytes) > 0:
-            sizes = f"{units.size(predicted.peak_bytes)}, and {units.size(predicted.usable_bytes)} is usable"
-            yield f"{who} {sizes}: short by {units.size(shortage_bytes)}"
+    for place, needed in short_places(report).items():
+        who = f"rank {place} needs" if isinstance(place, int) else f"the ranks of host {place} need"
+        sizes = f"{units.size(needed.peak_bytes)}, and {units.size(needed.usable_bytes)} is usable"
+        yield f"{who} {sizes}: short by {units.size(needed.peak_bytes - needed.usable_bytes)}"
 
 
 def _tradeoff_sentences(plan: Plan, profile: ClusterProfile) -> Iterator[str]:

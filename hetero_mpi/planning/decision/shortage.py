@@ -13,7 +13,7 @@ from hetero_mpi.planning.memory import StageMode, shared_memories
 from hetero_mpi.planning.memory_model import MemoryModel
 from hetero_mpi.planning.orders.warm_up import scheduled_depths
 from hetero_mpi.planning.tables import in_own_order
-from hetero_mpi.planning.types.plan import PipelinePlan, Plan, PlanReport, StagePlan
+from hetero_mpi.planning.types.plan import HostMemory, PipelinePlan, Plan, PlanReport, RankMemory, StagePlan
 from hetero_mpi.planning.types.profile import ClusterProfile
 from hetero_mpi.planning.types.request import PlanRequest
 from hetero_mpi.util import units
@@ -115,11 +115,17 @@ def with_hosts_divided(profile: ClusterProfile) -> Iterator[ClusterProfile]:
         yield replace(profile, devices=tuple(devices))
 
 
+def short_places(report: PlanReport) -> dict[int | str, RankMemory | HostMemory]:
+    """Map each rank (a number) and host (a name) whose memory is short to its needs."""
+    needs: dict[int | str, RankMemory | HostMemory] = {memory.rank: memory for memory in report.memory}
+    needs |= {memory.host: memory for memory in report.hosts}
+    return {place: needed for place, needed in needs.items() if needed.peak_bytes > needed.usable_bytes}
+
+
 def edits_that_help(report: PlanReport, profile: ClusterProfile, request: PlanRequest) -> str:
     """List the changes to a given plan that can help where its memory is short."""
-    short: set[int | str] = {memory.rank for memory in report.memory if memory.peak_bytes > memory.usable_bytes}
-    short |= {memory.host for memory in report.hosts if memory.peak_bytes > memory.usable_bytes}
-    ranks = {device.rank for device in profile.devices if short & {device.rank, device.host}}
+    short = short_places(report)
+    ranks = {device.rank for device in profile.devices if device.rank in short or device.host in short}
     stages = [stage for _, _, stage in report.plan.numbered]
     held = [stage for stage in stages if ranks & {*stage.ranks}]
     helps = ["fewer layers"] * any(stage.last - stage.first > 1 for stage in held)
