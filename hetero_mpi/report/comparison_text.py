@@ -99,8 +99,8 @@ def job_differences(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, tuple[
     )
     differences = []
     for name, key in keys:
-        found = (table.get(key) if isinstance(table := job.get(name), Mapping) else None for job in jobs)
-        values = tuple("empty" if value is None else str(value) for value in found)
+        settings = (table.get(key) if isinstance(table := job.get(name), Mapping) else None for job in jobs)
+        values = tuple("empty" if value is None else str(value) for value in settings)
         if len(set(values)) > 1 and (name, key) not in _IRRELEVANT:
             differences.append((f"{name}.{key}", values))
     return differences

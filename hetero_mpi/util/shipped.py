@@ -70,10 +70,12 @@ def profile_file(name: str | os.PathLike[str], requested_path: Path | None = Non
 
 def require_kind(tables: object, kind: str, where: str) -> None:
     """Raise UserError if ``tables`` are those of another ``kind`` of file: a profile, a plan or a job."""
-    kinds = [each for table, each in _KIND_BY_TABLE.items() if isinstance(tables, dict) and table in tables]
+    kinds = [
+        kind_of_table for table, kind_of_table in _KIND_BY_TABLE.items() if isinstance(tables, dict) and table in tables
+    ]
     if kinds and kind not in kinds:
-        place = "first, without an option" if kinds[0] == "job" else f"with --{kinds[0]}"
-        raise UserError("file.kind", f"{where}: a {kinds[0]}, not a {kind}; pass it {place}")
+        option_text = "first, without an option" if kinds[0] == "job" else f"with --{kinds[0]}"
+        raise UserError("file.kind", f"{where}: a {kinds[0]}, not a {kind}; pass it {option_text}")
 
 
 def file_of_run(directory: Path, *names: str) -> Path:

@@ -181,10 +181,10 @@ def complete_plan(
 
 def _shortages(report: PlanReport) -> Iterator[str]:
     """Describe each memory shortage of a rank or host."""
-    for place, needed in short_places(report).items():
-        who = f"rank {place} needs" if isinstance(place, int) else f"the ranks of host {place} need"
-        sizes = f"{units.size(needed.peak_bytes)}, and {units.size(needed.usable_bytes)} is usable"
-        yield f"{who} {sizes}: short by {units.size(needed.peak_bytes - needed.usable_bytes)}"
+    for name, memory in short_places(report).items():
+        who = f"rank {name} needs" if isinstance(name, int) else f"the ranks of host {name} need"
+        sizes = f"{units.size(memory.peak_bytes)}, and {units.size(memory.usable_bytes)} is usable"
+        yield f"{who} {sizes}: short by {units.size(memory.peak_bytes - memory.usable_bytes)}"
 
 
 def _tradeoff_sentences(plan: Plan, profile: ClusterProfile) -> Iterator[str]:

@@ -119,7 +119,7 @@ def short_places(report: PlanReport) -> dict[int | str, RankMemory | HostMemory]
     """Map each rank (a number) and host (a name) whose memory is short to its needs."""
     needs: dict[int | str, RankMemory | HostMemory] = {memory.rank: memory for memory in report.memory}
     needs |= {memory.host: memory for memory in report.hosts}
-    return {place: needed for place, needed in needs.items() if needed.peak_bytes > needed.usable_bytes}
+    return {name: memory for name, memory in needs.items() if memory.peak_bytes > memory.usable_bytes}
 
 
 def edits_that_help(report: PlanReport, profile: ClusterProfile, request: PlanRequest) -> str:
@@ -127,12 +127,12 @@ def edits_that_help(report: PlanReport, profile: ClusterProfile, request: PlanRe
     short = short_places(report)
     ranks = {device.rank for device in profile.devices if device.rank in short or device.host in short}
     stages = [stage for _, _, stage in report.plan.numbered]
-    held = [stage for stage in stages if ranks & {*stage.ranks}]
-    helps = ["fewer layers"] * any(stage.last - stage.first > 1 for stage in held)
-    helps += ["a lower warm_up"] * any(stage.warm_up > 0 for stage in held)
+    short_stages = [stage for stage in stages if ranks & {*stage.ranks}]
+    helps = ["fewer layers"] * any(stage.last - stage.first > 1 for stage in short_stages)
+    helps += ["a lower warm_up"] * any(stage.warm_up > 0 for stage in short_stages)
     for setting, changed in (
-        ("recompute", [replace(stage, recompute=stage.recompute or stage in held) for stage in stages]),
-        ("streamed", [replace(stage, streamed=stage.streamed or stage in held) for stage in stages]),
+        ("recompute", [replace(stage, recompute=stage.recompute or stage in short_stages) for stage in stages]),
+        ("streamed", [replace(stage, streamed=stage.streamed or stage in short_stages) for stage in stages]),
     ):
         plan = report.plan.with_stages(changed)
         if not any(plan_problems(plan, profile)) and MemoryModel(profile, request).check(plan):
