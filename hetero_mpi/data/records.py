@@ -222,9 +222,10 @@ def _record(fields: _RecordFields, source: str) -> Record | None:
     for shape, (questions, answers) in PAIRS.items():
         question, answer = fields.first(questions), fields.first(answers)
         if question in fields.values and question is not None and answer is not None:
-            turns = [*_prompt_messages(fields, question), *fields.turns(answer, "assistant")]
-            chat = any(isinstance(fields.values.get(key), list) for key in (question, answer))
-            return _conversation(turns, "chat" if chat else shape, source, tools, answer)
+            prompt, turns = _prompt_messages(fields, question), fields.turns(answer, "assistant")
+            turns = _repeating(fields, prompt, turns) or [*prompt, *turns]
+            is_text = all(isinstance(fields.values.get(key, ""), str) for key in (question, answer))
+            return _conversation(turns, shape if is_text else "chat", source, tools, answer)
     raise BadRecord("record.unknown_shape", unrecognised(fields.values))
 
 
@@ -249,23 +250,17 @@ def _preference_pair(fields: _RecordFields, source: str) -> list[Record | None]:
         )
     question = next((key for key in (*PROMPTS, "instruction") if key in fields.values), None)
     tools, prompt = fields.tools(), _prompt_messages(fields, question) if question is not None else []
-    prompt_is_list = question is not None and isinstance(fields.values[question], list)
     pair = []
     for key in PREFERENCE:
         turns, text = fields.turns(key, "assistant"), isinstance(fields.values[key], str)
         if question is None and text:
-            turns = _with_system(fields, _parse_dialogue(turns[0].content, key))
-        elif turns and turns[0].role == "assistant":
-            turns = [*(prompt or _with_system(fields, [])), *turns]
-        else:  # many files repeat the prompt in both conversations
-            turns = _with_system(fields, turns)
-            absent = [entry for entry in prompt if entry.content.strip() not in "".join(turn.content for turn in turns)]
-            if absent:
-                raise BadRecord(
-                    "record.prompt_differs", f"{key!r} must be an answer to {question!r}, or contain its messages"
-                )
-        chat = prompt_is_list or not text or question is None
-        pair.append(_conversation(turns, "chat" if chat else "prompt/completion", source, tools, key))
+            turns = _parse_dialogue(turns[0].content, key)
+        conversation = _repeating(fields, prompt, turns)
+        if conversation is None and turns and turns[0].role != "assistant":
+            raise BadRecord("record.prompt_differs", f"{key!r} must be an answer to {question!r}, or contain it")
+        turns = conversation or [*(prompt or _with_system(fields, [])), *turns]
+        is_text = text and isinstance(fields.values.get(question), str)
+        pair.append(_conversation(turns, "prompt/completion" if is_text else "chat", source, tools, key))
     prompts = [
         [(message.role, message.content) for message in entry.messages[:-1]] for entry in pair if entry is not None
     ]
@@ -347,6 +342,15 @@ def _with_system(fields: _RecordFields, messages: list[ChatMessage]) -> list[Cha
     if len(system_texts) > 1:
         raise BadRecord("record.two_systems", "the record has two different system messages: remove one of them")
     return [*(ChatMessage("system", text) for text in system_texts.values()), *messages]
+
+
+def _repeating(fields: _RecordFields, prompt: list[ChatMessage], turns: list[ChatMessage]) -> list[ChatMessage] | None:
+    """Return the conversation if ``turns`` repeat the prompt, as in many files; None if they lack it. Raises BadRecord."""
+    if not turns or turns[0].role == "assistant":
+        return None
+    turns = _with_system(fields, turns)
+    text = "".join(turn.content for turn in turns)
+    return turns if all(entry.content.strip() in text for entry in prompt) else None
 
 
 def _conversation(

@@ -280,7 +280,7 @@ class DatasetTrainer(TrainerMembers):
         elif "input_ids" not in first:
             if self._collator is not None:
                 raise UserError("trainer.data_collator", f"data_collator: needs texts or input_ids in {name}; omit it")
-            return rows, "completions" if isinstance(first.get("prompt"), str) else "records"
+            return rows, "records" if trainer_inputs.has_messages(first) or "prompt" not in first else "completions"
         return trainer_inputs.tokenised(rows, name, self._collator), "tokens"
 
     def _measure(self, tests: Mapping[str, Rows]) -> Evaluation:

@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hetero_mpi.comm.ranks.world import World
 from hetero_mpi.data.batch import IGNORED
+from hetero_mpi.data.record_shapes import PAIRS, PREFERENCE, SPELLINGS
 from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import ModelFiles, have_same_numbers
 from hetero_mpi.rundir.logs import write_line
@@ -33,7 +34,7 @@ from hetero_mpi.util.errors import UserError
 from hetero_mpi.util.sealed import load_sealed, store_folder
 
 Rows = Collection[Mapping[str, Any]]
-RECORD_KEYS = ("messages", "conversations", "prompt", "chosen")
+RECORD_KEYS = (*SPELLINGS, "prompt", "chosen")
 """Keys that identify a row as a record, as in TRL, even if it has a text as well."""
 _CACHE_HINT = "set XDG_CACHE_HOME to a directory that you can write to"
 _ROWS_NAME = "rows.jsonl"
@@ -64,6 +65,12 @@ def rows_of(dataset: Any, name: str, limit: int | None) -> tuple[Rows, dict[str,
     if not first:
         raise UserError("trainer.dataset", f"{name}: must have rows; see docs/data.md for the formats")
     return rows, first
+
+
+def has_messages(row: Mapping[str, Any]) -> bool:
+    """Whether a row has messages, perhaps in addition to their prompt as text, as in many datasets."""
+    texts = row.keys() & {"prompt", *PAIRS["prompt/completion"][1], *PREFERENCE}
+    return any(key in row for key in SPELLINGS) or any(not isinstance(row[key], str) for key in texts)
 
 
 def formatted(rows: Rows, formatting_func: Callable[[Any], Any]) -> list[dict[str, Any]]:

@@ -75,6 +75,14 @@ def test_text_rows_are_learnt_as_they_are_and_chats_as_trl_learns_them() -> None
     assert job_of({"assistant_only_loss": True}, chat).data.train_on_prompt is False
 
 
+def test_a_prompt_as_text_beside_a_chat_changes_no_template() -> None:
+    answers, chat = ("chosen", "rejected"), [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    for keys in (("messages",), ("completion",), answers):
+        assert job_of({}, [{"prompt": "?", **dict.fromkeys(keys, chat)}]).data.template == "auto"
+    for keys in (("completion",), answers):
+        assert job_of({}, [{"prompt": "?", **dict.fromkeys(keys, "!")}]).data.template == "none"
+
+
 def test_each_argument_that_is_not_taken_is_named_with_the_reason() -> None:
     args = TrainingArguments(
         "out", use_cpu=True, label_smoothing_factor=0.1, lr_scheduler_type="polynomial", gradient_checkpointing=True,

@@ -54,6 +54,7 @@ BOX = ["u: box ?", "a: lamp"]
         ({"messages": SHAREGPT}, PLAIN),
         ({"prompt": [FRENCH, *TURNS, user("box ?")], "completion": [answer("lamp")]}, [*BRIEFED, *BOX]),
         ({"prompt": [user("red ?")], "completion": "boat"}, PLAIN),
+        ({"prompt": "red ?", "completion": [FRENCH, *TURNS]}, BRIEFED),
         ([FRENCH, *TURNS], BRIEFED),
         (SHAREGPT, PLAIN),
     ],
