@@ -7,6 +7,7 @@ Importing the package is cheap, because public names, torch, mpi4py and transfor
 needs none of these three packages.
 """
 
+import logging
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ a few milliseconds, which make steps 2 to 15 times as long as soon as anything e
 OpenMP sleep at once instead of after 200 ms. These libraries read the variables when torch loads them."""
 if not any(name in os.environ for name in (*_PASSIVE_WAITING, "KMP_BLOCKTIME")):
     os.environ.update(_PASSIVE_WAITING)
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # hints at kernels that are never called
 
 _NAMES = {
     "api": "Job Simulation load_run plan profile simulate steps train",

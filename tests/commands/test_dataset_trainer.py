@@ -244,6 +244,11 @@ def file_of(rows: Any, args: Any = None, **more: Any) -> list[Any]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def test_the_import_prints_no_hint_at_other_packages() -> None:
+    code = "import hetero_mpi, peft, bitsandbytes; hetero_mpi.DPOTrainer"
+    assert "kernels" not in require_success(run_within(100, [sys.executable, "-c", code], os.environ, ROOT)).stderr
+
+
 def test_rows_that_come_once_are_all_there_every_time() -> None:
     rows = [{"prompt": "a", "completion": f" {n}"} for n in range(5)]
     assert file_of(iter(rows)) == rows and file_of(ROWS, eval_dataset=iter(rows)) == rows
