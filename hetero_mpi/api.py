@@ -37,7 +37,7 @@ from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.step_iterator import Step, StepEvents, Steps, StopTraining, close_at_exit
 from hetero_mpi.training.follower import Event as RunEvent
 from hetero_mpi.training.follower import Reply
-from hetero_mpi.util.errors import ExitCode, UserError
+from hetero_mpi.util.errors import ExitCode, UserError, require
 
 if TYPE_CHECKING:
     from hetero_mpi.comm.ranks.world import World
@@ -288,9 +288,8 @@ def _argument(name: str, value: Any, read: Callable[[Any], Any], *kinds: type) -
     """Return an argument of one of ``kinds``, or what ``read`` makes of a path. Raises UserError for another type."""
     if isinstance(value, (str, PathLike)):
         return read(value)
-    if not isinstance(value, kinds):
-        expected = f"a {kinds[0].__name__} or the path of its file" if kinds else "the path of a file"
-        raise UserError("api.argument", f"{name}: must be {expected}, not {type(value).__name__}")
+    expected = f"a {kinds[0].__name__} or the path of its file" if kinds else "the path of a file"
+    require(isinstance(value, kinds), "api.argument", name, expected, value)
     return value
 
 
@@ -309,8 +308,6 @@ def collective(run_thread: bool = False) -> Iterator[World]:
     from hetero_mpi.comm.ranks.mpi_start import collective_block
     from hetero_mpi.rundir.logs import setup_logging
 
-    # bitsandbytes (imported by peft) warns about an optional kernel package that we never call.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if not run_thread and threading.current_thread() is not threading.main_thread():
         text = "profile, train and steps handle signals and call MPI: call them from the main thread"
         raise UserError("api.thread", text)

@@ -25,7 +25,7 @@ from hetero_mpi.interop import trainer_arguments, trainer_inputs
 from hetero_mpi.interop.export import export, push_directory, push_obstacle
 from hetero_mpi.interop.other_tools import convert_arguments
 from hetero_mpi.interop.trainer_events import TrainerEvents, TrainerMembers, link_checkpoints
-from hetero_mpi.interop.trainer_inputs import Rows, require
+from hetero_mpi.interop.trainer_inputs import Rows
 from hetero_mpi.model.files.model_files import read_json
 from hetero_mpi.objectives import objective
 from hetero_mpi.report.past_run import read_run
@@ -35,7 +35,7 @@ from hetero_mpi.state.directory import LATEST, checkpoint_path
 from hetero_mpi.step_iterator import Steps
 from hetero_mpi.training.result import TrainResult
 from hetero_mpi.util.disk import write_errors
-from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.errors import UserError, require
 
 trainer_arguments.keep_arguments_local()
 _MIN_RATE = 1e-30

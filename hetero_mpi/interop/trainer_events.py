@@ -16,12 +16,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, trainer_
 from transformers.trainer_callback import CallbackHandler
 
 from hetero_mpi.interop import trainer_arguments
-from hetero_mpi.interop.trainer_inputs import require
 from hetero_mpi.rundir.logs import write_line
 from hetero_mpi.rundir.metrics import Evaluation
 from hetero_mpi.state.directory import step_of
 from hetero_mpi.step_iterator import Step, StopTraining
 from hetero_mpi.training.result import TrainResult
+from hetero_mpi.util.errors import require
 
 
 def accelerator(trainer: Any) -> SimpleNamespace:

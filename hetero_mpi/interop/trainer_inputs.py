@@ -30,7 +30,7 @@ from hetero_mpi.model.files import hub
 from hetero_mpi.model.files.model_files import ModelFiles, have_same_numbers
 from hetero_mpi.rundir.logs import write_line
 from hetero_mpi.util.disk import cache_folder, write_errors
-from hetero_mpi.util.errors import UserError
+from hetero_mpi.util.errors import UserError, require
 from hetero_mpi.util.sealed import load_sealed, store_folder
 
 Rows = Collection[Mapping[str, Any]]
@@ -40,12 +40,6 @@ _CACHE_HINT = "set XDG_CACHE_HOME to a directory that you can write to"
 _ROWS_NAME = "rows.jsonl"
 _MODEL_INPUTS = ("input_ids", "attention_mask", "labels")
 _MASKS = ("completion_mask", "assistant_masks")
-
-
-def require(is_valid: bool, kind: str, name: str, expected: str, value: object) -> None:
-    """Raise a UserError of this kind about the argument ``name`` unless its value is valid."""
-    if not is_valid:
-        raise UserError(kind, f"{name}: must be {expected}, not {type(value).__name__}")
 
 
 def rows_of(dataset: Any, name: str, limit: int | None) -> tuple[Rows, dict[str, Any]]:

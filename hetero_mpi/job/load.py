@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from os import PathLike
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from hetero_mpi.job.schema import TABLES, JobConfig
 from hetero_mpi.util import toml
 from hetero_mpi.util.disk import require_regular
 from hetero_mpi.util.display import Displayed
-from hetero_mpi.util.errors import Problem, UserError
+from hetero_mpi.util.errors import Problem, UserError, require
 from hetero_mpi.util.shipped import profile_file, require_kind, shipped_folder
 from hetero_mpi.util.terminal import write_text
 
@@ -126,7 +127,10 @@ def job_from_tables(
     Raises:
         UserError: As in ``load_job``.
     """
-    if not name or name != Path(name).name:
+    is_path, expected = isinstance(directory, (str, PathLike)), 'a dict, such as {"train": {"steps": 6}}'
+    require(isinstance(tables, Mapping), "api.argument", "tables", expected, tables)
+    require(is_path, "api.argument", "directory", "the path of a directory", directory)
+    if not isinstance(name, str) or not name or name != Path(name).name:
         raise UserError("job.name", f"job name {name!r} must be a name without slashes, as it names the run directory")
     draft = _Draft(_as_values(tables), f"job {name!r}")
     draft.apply(settings or {}, overrides)
@@ -191,12 +195,9 @@ class _Draft:
                 self._put("--set", text, keys, override_value(value.strip()))
             except toml.TomlError as error:
                 self._add("job.set", f"--set {text}: the value is not valid TOML: {error}")
-        if not isinstance(settings, Mapping):
-            raise UserError(
-                "api.argument", f'set: must be a dict, such as {{"train.steps": 6}}, not {type(settings).__name__}'
-            )
+        require(isinstance(settings, Mapping), "api.argument", "set", 'a dict, such as {"train.steps": 6}', settings)
         for dotted, value in settings.items():
-            keys = [part.strip() for part in dotted.split(".")]
+            keys = [part.strip() for part in str(dotted).split(".")]
             if _is_key(keys):
                 self._put("set", repr(dotted), keys, _as_values(value))
             else:

@@ -76,3 +76,9 @@ class UserError(ValueError):
     @property
     def kinds(self) -> frozenset[str]:
         return frozenset({self.kind, *(problem.kind for problem in self.problems)})
+
+
+def require(is_valid: bool, kind: str, name: str, expected: str, value: object) -> None:
+    """Raise a UserError of this kind about the argument ``name`` of a Python program unless its value is valid."""
+    if not is_valid:
+        raise UserError(kind, f"{name}: must be {expected}, not {type(value).__name__}")

@@ -119,8 +119,10 @@ def test_the_programs_and_commands_of_the_document_run_in_an_empty_folder(tmp_pa
     assert "4 steps, evaluation loss" in printed and (tmp_path / "tuned" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("job", [None, {"train": {"steps": 6}}])
+@pytest.mark.parametrize("job", [None, [{"train": {"steps": 6}}]])
 def test_an_argument_of_another_type_is_named(job: Any) -> None:
-    for call in (lambda: hetero_mpi.plan(job, "moe-4090-3060"), lambda: hetero_mpi.Job.load(job)):
+    build, load = hetero_mpi.Job.build, hetero_mpi.Job.load
+    calls: list[Any] = [lambda: hetero_mpi.plan(job, "moe-4090-3060"), lambda: load(job), lambda: build(job)]
+    for call in (*calls, lambda: build({}, directory=job)):
         with refuses("api.argument", type(job).__name__):
             call()
