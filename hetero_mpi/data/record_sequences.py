@@ -47,6 +47,8 @@ class RecordSequences:
     """Form of the preference records, which are always isolated; None outside preference training."""
     ends: Collection[int] = ()
     """The model's stop tokens."""
+    learns_chosen: bool = False
+    """Whether the loss includes all targets of chosen records, not only compared answers; matters for the notes."""
 
     def rows(self, records: Iterable[Record], key: str, bad: BadRecords | None = None) -> Rows:
         """Build sequences of the records under the job's ``key``; records that cannot be rendered are added to ``bad``.
@@ -77,7 +79,8 @@ class RecordSequences:
                 f"{max_tokens:,} tokens.",
             )
         rows = self._fill(entries if self.preference != "labels" else _with_mismatched(entries, width, key))
-        notes = _notes(what, entries, dropped, rows.targets[:: rows.lanes])
+        in_loss = rows.targets != IGNORED if rows.answers is None or self.learns_chosen else rows.answers > 0
+        notes = _notes(what, entries, dropped, in_loss[:: rows.lanes])
         if rows.weights is not None:
             weights = rows.weights[rows.targets != IGNORED]
             extent = f"{weights.min():g} to {weights.max():g}, {weights.mean():.3g} on average"
@@ -235,10 +238,12 @@ def _last_run(answer: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     return answer & (np.arange(len(answer)) > (int(before[-1]) if len(before) else -1))
 
 
-def _notes(what: str, entries: Sequence[tuple[_Part, ...]], dropped: Sequence[str], targets: Tokens) -> tuple[str, ...]:
-    """Summarise the records for the user. ``targets``: the targets of all sequences."""
-    sequences, length = targets.shape
-    total, scored = sum(len(part.ids) for entry in entries for part in entry), int(np.count_nonzero(targets != IGNORED))
+def _notes(
+    what: str, entries: Sequence[tuple[_Part, ...]], dropped: Sequence[str], in_loss: npt.NDArray[np.bool_]
+) -> tuple[str, ...]:
+    """Summarise the records for the user. ``in_loss``: whether the loss includes each target of the sequences."""
+    sequences, length = in_loss.shape
+    total, scored = sum(len(part.ids) for entry in entries for part in entry), int(np.count_nonzero(in_loss))
     cut = sum(any(part.uncut > len(part.ids) for part in entry) for entry in entries)
     forgotten = sum(any(part.forgotten for part in entry) for entry in entries)
     notes = [

@@ -39,7 +39,7 @@ from hetero_mpi.model.transformers.generation import end_tokens, model_stops, re
 from hetero_mpi.model.transformers.packed_records import depends_on_length
 from hetero_mpi.model.transformers.stored_model import stored_model
 from hetero_mpi.model.transformers.supported import LEAKING_FAMILIES, PADDING_FAMILIES
-from hetero_mpi.objectives import learns_from
+from hetero_mpi.objectives import objective
 from hetero_mpi.rundir.logs import say
 from hetero_mpi.training.setup.custom_model import read_factory
 from hetero_mpi.training.setup.named_sets import evaluation_sets
@@ -120,7 +120,8 @@ def _from_text(loaded: LoadedJob) -> Material:
 
 def _from_records(loaded: LoadedJob) -> Material:
     data = loaded.job.data
-    preference, bad = learns_from(loaded.job.train.preference), BadRecords(data.skip_bad)
+    compared, bad = objective(loaded.job.train.preference), BadRecords(data.skip_bad)
+    preference, learns_chosen = (compared.learns_from, compared.learns_chosen) if compared else (None, False)
     named_patterns = _named_patterns(loaded)
     files = [file_marks(matching_files(key, patterns, say)) for key, patterns in named_patterns]
     key = ["records", files, [name for name, _ in named_patterns], data.skip_bad, preference, data.keys]
@@ -145,7 +146,7 @@ def _from_records(loaded: LoadedJob) -> Material:
     config, generation, model_notes = _model_keys(loaded)
     tokenizer, notes = _tokenizer(loaded, config, key, lambda: plain_texts(records()))
     packing, isolate, note = _packing(loaded, str(config["model_type"]))
-    stops = model_stops(config, generation)
+    options = data.train_on_prompt, isolate, preference, model_stops(config, generation), learns_chosen
 
     def fill(folder: Path) -> dict[str, Any]:
         every_record = [record for source in read() for record in source.records]
@@ -166,7 +167,7 @@ def _from_records(loaded: LoadedJob) -> Material:
         settings = _settings(loaded, packing)
         dataset = build_record_sequences(
             [(name, source.records) for name, source in sources.items()],
-            RecordSequences(tokenizer, template, settings, data.train_on_prompt, isolate, preference, stops),
+            RecordSequences(tokenizer, template, settings, *options),
             None if evaluation is None else evaluation.records,
             bad,
             data.weights,
@@ -177,7 +178,7 @@ def _from_records(loaded: LoadedJob) -> Material:
         values = {"notes": lines, "kind": template.kind, "source": template.source, "skipped": len(bad.problems)}
         return write_dataset(folder, dataset, values)
 
-    settings_key = [_mark(tokenizer), data.template, packing, isolate, data.train_on_prompt, data.weights, stops]
+    settings_key = [_mark(tokenizer), data.template, packing, data.weights, *options]
     dataset, description, reused = _dataset(loaded, [*key, *settings_key], fill, tokenizer)
     if description["kind"] == "plain":
         # The result carries the template that it was trained with.
