@@ -96,8 +96,9 @@ class JobDraft:
             lines += ["", f"[{table}]"] if keys else []
             for key, (value, source) in keys.items():
                 lines.append(f"{key} = {toml.inline(value)}" + (f"  # {source}" if source else ""))
-        lines += ["", "# Keys that were left out, by reason:"]
-        for reason, names in sorted((reason, names) for reason, names in self.omitted.items() if names):
+        left_out = sorted((reason, names) for reason, names in self.omitted.items() if names)
+        lines += ["", "# Keys that were left out, by reason:"] if left_out else []
+        for reason, names in left_out:
             lines += textwrap.wrap(f"# * {reason}: {', '.join(sorted(names))}", 120, subsequent_indent="#   ")
         return "\n".join(lines) + "\n"
 

@@ -26,7 +26,8 @@ from hetero_mpi.util import toml
 from hetero_mpi.util.disk import write_errors
 from hetero_mpi.util.errors import UserError
 
-PARTS = {part: text.replace("`", "") for part, text in TABLE["parts"].items()}
+UNUSED = {part: TABLE["unused"].get(part, "its value has no counterpart") for part in TABLE["parts"]}
+"""Maps each part to the reason why it is left out."""
 _RECORDS = re.compile(r"\.(jsonl?|parquet)(\.\w+)?$|(^|/)[\w-]+$")
 
 
@@ -55,9 +56,10 @@ def convert_file(file: Path, target: Path, gpus: int | None) -> list[str]:
     if draft.differing:
         lines += ["The job differs from the file in:", *(f"  {text}" for text in draft.differing)]
     converted = f"{len(draft.values)} keys converted from a file of {draft.title}"
-    left_out = f"comments at its end list the other keys, with reasons ({sum(map(len, draft.omitted.values()))})"
+    count = sum(map(len, draft.omitted.values()))
+    left_out = f"; comments at its end list the other keys, with reasons ({count})" if count else ""
     program = f"hetero-mpi launch -np {draft.ranks} -- train {shlex.quote(str(target))} --dry-run"
-    return [f"{target}: {converted}; {left_out}", *lines, "Then (-np: ranks, one per device):", f"  {program}"]
+    return [f"{target}: {converted}{left_out}", *lines, "Then (-np: ranks, one per device):", f"  {program}"]
 
 
 Reasons = list[tuple[str, str]]
@@ -71,7 +73,7 @@ def convert_arguments(name: str, args: Mapping[str, Any], changed: Set[str]) -> 
     """
     draft = _Draft(Path(name), args, Path.cwd(), None, "trl")
     harmless = {group["reason"] for table in tables_of("trl") for group in table["left"] if group.get("told")}
-    harmless |= {OFF, *(PARTS[part] for part in TABLE["without_effect"])}
+    harmless |= {OFF, *(UNUSED[part] for part in TABLE["without_effect"])}
     omitted = {(text.partition(" = ")[0], why) for why, names in draft.omitted.items() for text in names}
     rows = sorted({row for row in omitted if row[0] in changed} | {(key, why) for key, _, why in draft.stops})
     values = {ours: value for ours, (value, _) in draft.values.items()}
@@ -116,7 +118,7 @@ class _Draft(JobDraft):
         for step in (self._adapter, self._data, self._training, self._evaluation, self._output):
             step()
         for part in self._parts.keys() - self._used:
-            self._leave_part(part, OFF if self._of(part) in (False, "none", "no") else PARTS[part])
+            self._leave_part(part, OFF if self._of(part) in (False, "none", "no") else UNUSED[part])
 
     def _preference(self, source: Mapping[str, Any]) -> str:
         """Convert the preference objective and return its name, or "none" for supervised training."""
@@ -154,7 +156,7 @@ class _Draft(JobDraft):
         is_lora = self._word("adapter") == "lora"
         in_four_bits = is_lora and (self._of("adapter") == "qlora" or self._of("four_bits") in (True, 4))
         if not in_four_bits and self._of("four_bits"):
-            self._leave_part("four_bits", PARTS["four_bits"], differs=True)
+            self._leave_part("four_bits", UNUSED["four_bits"], differs=True)
         absent = ["adapter.", "train.lora"] * (not is_lora) + ["model.double"] * (not in_four_bits)
         for ours in [ours for ours in self.values if ours.startswith(tuple(absent))]:
             self._drop(ours, "applies to adapters or 4-bit quantisation, which are off")
@@ -164,7 +166,7 @@ class _Draft(JobDraft):
             self._put("train.dropout", False, "still")
         if not is_lora:
             if "unfrozen" in self._parts:
-                self._stop(*self._parts["unfrozen"], PARTS["unfrozen"])
+                self._stop(*self._parts["unfrozen"], TABLE["parts"]["unfrozen"])
             return
         if in_four_bits:
             self._put("model.quantization", "nf4", "adapter", "four_bits")
@@ -329,6 +331,9 @@ class _Draft(JobDraft):
             if when == "steps" and self.tool != "axolotl":
                 self._parts.setdefault("every", ("logging_steps", self._steps_of_logging))
             self._put_interval("train.evaluate_every", "evaluation", "every", "per_epoch")
+        else:
+            for part in [part for part in ("evaluation", "every", "per_epoch") if self._of(part)]:
+                self._leave_part(part, "no evaluation set was found, so nothing is evaluated", differs=True)
         if self.values.get("train.evaluate_every", (0, ""))[0] and self._count("patience"):
             self._put("train.early_stopping_patience", int(self._count("patience")), "patience")
 
@@ -340,11 +345,11 @@ class _Draft(JobDraft):
         if re.fullmatch(r"[^./~{}][^{}]*", run_dir):
             self._put("output.run_dir", run_dir, "run_dir")
         elif run_dir != ".":
-            self._leave_part("run_dir", PARTS["run_dir"], differs=True)
+            self._leave_part("run_dir", UNUSED["run_dir"], differs=True)
         named = self._of("report_to", [])
         requested = {str(tracker) for tracker in (named if isinstance(named, list) else [named])}
         requested |= {name for name in trackers.NAMES if self._of(name)}
         if supported := [name for name in trackers.NAMES if name in requested]:
             self._put("report.trackers", supported, *supported, *(["report_to"] if requested == set(supported) else []))
             if isinstance(self._of("wandb"), str):
-                self._leave_part("wandb", PARTS["wandb"])
+                self._leave_part("wandb", UNUSED["wandb"])

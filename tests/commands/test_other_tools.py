@@ -84,6 +84,14 @@ def test_what_is_left_has_its_value_and_its_reason(capsys: pytest.CaptureFixture
     assert [line.split(" = ")[0].strip() for line in lines[3:-2]] == differing
 
 
+def test_a_key_without_effect_has_a_reason_and_no_key_no_heading() -> None:
+    for number, more in enumerate(("", "eval_steps: 50\neval_strategy: steps\nmax_steps: 5\nnum_train_epochs: 3\n")):
+        Path("trl.yaml").write_text(THEIRS["trl"].replace("a/c", "./rows.jsonl") + more)
+        printed, text = convert_file(Path("trl.yaml"), target := Path(f"{number}.toml"), None), target.read_text()
+        assert len(printed) == 3 + 3 * number and ("left out" in text) == ("other keys" in printed[0]) == bool(more)
+        assert "train.e" not in left_keys(text)
+
+
 def test_gpus_and_the_place() -> None:
     file = FILES / "axolotl-local-files.yml"
     assert made(file, "--gpus", "3").job.train.global_batch == 24

@@ -143,16 +143,10 @@ def test_a_row_holds_whole_pairs(tokenizer: PreTrainedTokenizerFast, tmp_path: P
         assert targets[-1] == IGNORED
         learnt = [target for target in targets if target != IGNORED]
         assert learnt == (tokens[1:] if number % 2 == 0 else compared)  # ORPO learns the chosen record's prompt, too
-
-
-@pytest.mark.parametrize("learns_chosen", [False, True])
-def test_the_targets_that_are_counted_are_those_of_the_loss(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, learns_chosen: bool
-) -> None:
-    dataset = built(tokenizer, tmp_path, 64, PLAIN, learns_chosen=learns_chosen)
-    records, answers = parts(dataset, 0), [tokenizer.encode(f"{text}<|end|>") for text in ("green", "red")]
-    chosen = len(records[0][0]) - 1 if learns_chosen else len(answers[0])
-    assert f" {chosen + len(answers[1])} " in dataset.notes[0].partition(";")[2]
+    assert dataset.answers is not None
+    for learns_chosen, counted in ((False, dataset.answers > 0), (True, dataset.targets != IGNORED)):
+        notes = built(tokenizer, tmp_path, 400, PLAIN, turns, learns_chosen=learns_chosen).notes
+        assert f" {np.count_nonzero(counted)} " in notes[0].partition(";")[2]
 
 
 def test_answers_before_that_are_not_learnt_are_no_targets(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
