@@ -19,6 +19,7 @@ from hetero_mpi.data.records import Record
 from hetero_mpi.data.tokenizer import pad_token
 from hetero_mpi.util.errors import UserError
 
+_Mask = npt.NDArray[np.bool_]
 ADVICE = "Add records ({}), lower data.sequence_length, or set data.packing = false."
 
 
@@ -89,11 +90,9 @@ class RecordSequences:
 
     def _entries(self, tokenized: Iterable[Tokenized], width: int) -> Iterator[tuple[_Part, ...]]:
         """Yield records or pairs; each is kept in one sequence."""
-        if self.preference == "pairs":
-            return _pairs(tokenized, width)
-        if self.preference == "labels":
-            return _labelled(tokenized, width)
-        return _singles(tokenized, width, self.train_on_prompt)
+        if self.preference is None:
+            return _singles(tokenized, width, self.train_on_prompt)
+        return _pairs(tokenized, width) if self.preference == "pairs" else _labelled(tokenized, width)
 
     def _fill(self, entries: Sequence[tuple[_Part, ...]]) -> Rows:
         """Fill sequences with the records or pairs."""
@@ -152,7 +151,7 @@ class _Part:
 
     ids: Tokens
     labels: Tokens
-    answer: npt.NDArray[np.bool_]
+    answer: _Mask
     """Mask of the tokens of trained or compared answers."""
     weight: npt.NDArray[np.float32]
     """Loss weights of the tokens."""
@@ -225,22 +224,20 @@ def _with_mismatched(entries: Sequence[tuple[_Part, ...]], capacity: int, key: s
     return matched_pairs
 
 
-def _part(entry: Tokenized, capacity: int, answer: npt.NDArray[np.bool_], is_target: npt.NDArray[np.bool_]) -> _Part:
+def _part(entry: Tokenized, capacity: int, answer: _Mask, is_target: _Mask) -> _Part:
     ids, answer = entry.ids[:capacity], answer[:capacity].copy()
     labels = np.where(is_target[:capacity], ids, IGNORED).astype(np.int32)
     labels[:1], answer[:1] = IGNORED, False  # no token of the record precedes its first token
     return _Part(ids, labels, answer, entry.weight[:capacity], len(entry.ids), entry.forgotten, entry.record.source)
 
 
-def _last_run(answer: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _last_run(answer: _Mask) -> _Mask:
     """Return the mask of the last answer only; earlier answers belong to the prompt."""
     before = np.flatnonzero(~answer[: int(np.flatnonzero(answer)[-1])])
     return answer & (np.arange(len(answer)) > (int(before[-1]) if len(before) else -1))
 
 
-def _notes(
-    what: str, entries: Sequence[tuple[_Part, ...]], dropped: Sequence[str], in_loss: npt.NDArray[np.bool_]
-) -> tuple[str, ...]:
+def _notes(what: str, entries: Sequence[tuple[_Part, ...]], dropped: Sequence[str], in_loss: _Mask) -> tuple[str, ...]:
     """Summarise the records for the user. ``in_loss``: whether the loss includes each target of the sequences."""
     sequences, length = in_loss.shape
     total, scored = sum(len(part.ids) for entry in entries for part in entry), int(np.count_nonzero(in_loss))

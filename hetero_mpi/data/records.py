@@ -261,9 +261,7 @@ def _preference_pair(fields: _RecordFields, source: str) -> list[Record | None]:
         turns = conversation or [*(prompt or _with_system(fields, [])), *turns]
         is_text = text and isinstance(fields.values.get(question), str)
         pair.append(_conversation(turns, "prompt/completion" if is_text else "chat", source, tools, key))
-    prompts = [
-        [(message.role, message.content) for message in entry.messages[:-1]] for entry in pair if entry is not None
-    ]
+    prompts = [[(turn.role, turn.content) for turn in entry.messages[:-1]] for entry in pair if entry is not None]
     if len(prompts) == 2 and prompts[0] != prompts[1]:
         raise BadRecord(
             "record.prompts_differ",

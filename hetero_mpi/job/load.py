@@ -127,9 +127,8 @@ def job_from_tables(
     Raises:
         UserError: As in ``load_job``.
     """
-    is_path, expected = isinstance(directory, (str, PathLike)), 'a dict, such as {"train": {"steps": 6}}'
-    require(isinstance(tables, Mapping), "api.argument", "tables", expected, tables)
-    require(is_path, "api.argument", "directory", "the path of a directory", directory)
+    require(isinstance(tables, Mapping), "api.argument", "tables", 'a dict, such as {"train": {"steps": 6}}', tables)
+    require(isinstance(directory, (str, PathLike)), "api.argument", "directory", "the path of a directory", directory)
     if not isinstance(name, str) or not name or name != Path(name).name:
         raise UserError("job.name", f"job name {name!r} must be a name without slashes, as it names the run directory")
     draft = _Draft(_as_values(tables), f"job {name!r}")

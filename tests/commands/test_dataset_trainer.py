@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,11 +77,10 @@ def test_text_rows_are_learnt_as_they_are_and_chats_as_trl_learns_them() -> None
 
 
 def test_a_prompt_as_text_beside_a_chat_changes_no_template() -> None:
-    answers, chat = ("chosen", "rejected"), [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    for keys in (("messages",), ("completion",), answers):
-        assert job_of({}, [{"prompt": "?", **dict.fromkeys(keys, chat)}]).data.template == "auto"
-    for keys in (("completion",), answers):
-        assert job_of({}, [{"prompt": "?", **dict.fromkeys(keys, "!")}]).data.template == "none"
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    for keys, value in ((["messages"], chat), *product((["completion"], ["chosen", "rejected"]), (chat, "!"))):
+        template = "none" if value == "!" else "auto"
+        assert job_of({}, [{"prompt": "?", **dict.fromkeys(keys, value)}]).data.template == template
 
 
 def test_each_argument_that_is_not_taken_is_named_with_the_reason() -> None:

@@ -341,11 +341,9 @@ def _grown(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[s
     """Raise the ``vocab_size`` of a model's configuration for tokens added to its tokenizer; returns notes."""
     rows = int(read_config(config).vocab_size)
     config["vocab_size"] = rows_with_added(tokenizer, rows)
-    if config["vocab_size"] == rows:
-        return []
-    return [
-        f"embedding and head grow from {rows:,} to {config['vocab_size']:,} rows: new rows start as the mean of the others"
-    ]
+    sizes = f"from {rows:,} to {config['vocab_size']:,} rows"
+    note = f"embedding and head grow {sizes}: new rows start as the mean of the others"
+    return [note] if config["vocab_size"] != rows else []
 
 
 def _complete(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[str]:
