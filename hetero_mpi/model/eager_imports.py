@@ -7,7 +7,6 @@ transformers imports torch's compiler (``torch._dynamo``: 820 modules, including
 import functools
 import gc
 import importlib
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +20,6 @@ _PARTS = ("config", "_trace_wrapped_higher_order_op")
 """Compiler modules that are loaded anyway: activation checkpointing reads settings, and transformers' masks use a class."""
 _MARKS = {"allow_in_graph", "assume_constant_result", "disable", "graph_break"}
 """Compiler directives, used as decorators or (in AdamW's step) as calls; they have no effect on eager code."""
-
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-"""Silences an irrelevant hint, shown when peft imports bitsandbytes, about a package with faster 4-bit matrix products."""
 
 
 @contextmanager
