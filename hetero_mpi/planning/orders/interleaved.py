@@ -9,6 +9,8 @@ forwards plus one group per additional stage; then forwards and backwards altern
     rank 1   . 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3   .
 """
 
+from itertools import accumulate, pairwise, zip_longest
+
 from hetero_mpi.planning.orders.zbv import Computed
 from hetero_mpi.planning.types.plan import PipelinePlan
 
@@ -20,16 +22,16 @@ def interleaving(pipeline: PipelinePlan) -> dict[int, list[Computed]]:
     count = len(pipeline.stages_of)
     groups = max(1, pipeline.micro_batches // count)
     sizes = [len(range(index, pipeline.micro_batches, groups)) for index in range(groups)]
-    group_of = [index for index, size in enumerate(sizes) for _ in range(size)]
+    ends = [*accumulate(sizes, initial=0)]
     actions_by_rank: dict[int, list[Computed]] = {}
     for index, (rank, positions) in enumerate(pipeline.stages_of.items()):
-        pairs = [(position, m) for m in range(pipeline.micro_batches) for position in positions]
-        forwards = sorted(pairs, key=lambda pair: (group_of[pair[1]], pair[0], pair[1]))
-        backwards = sorted(pairs, key=lambda pair: (group_of[pair[1]], -pair[0], pair[1]))
-        depth = min(2 * (count - index - 1) + (len(positions) - 1) * sizes[0], len(pairs))
-        actions: list[Computed] = [("F", *pair) for pair in forwards[:depth]]
-        for turn, backward in enumerate(backwards):
-            actions += [("F", *pair) for pair in forwards[depth + turn : depth + turn + 1]]
-            actions.append(("B", *backward))
+        forwards, backwards = (
+            [(op, position, m) for bounds in pairwise(ends) for position in order for m in range(*bounds)]
+            for op, order in (("F", positions), ("B", positions[::-1]))
+        )
+        depth = min(2 * (count - index - 1) + (len(positions) - 1) * sizes[0], len(forwards))
+        actions: list[Computed] = forwards[:depth]
+        for forward, backward in zip_longest(forwards[depth:], backwards):
+            actions += (backward,) if forward is None else (forward, backward)
         actions_by_rank[rank] = actions
     return actions_by_rank
