@@ -8,7 +8,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -52,11 +52,11 @@ BANS = {
     "data": {"mpi4py", "torch"},
 }
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-MODULES = {
+MODULES = frozenset(
     path.relative_to(ROOT).with_suffix("").as_posix()
     for folder in ("hetero_mpi", "tests", "benchmarks")
     for path in (ROOT / folder).rglob("*.py")
-}
+)
 """Paths without suffix of all modules."""
 SET_FROM_OUTSIDE = {
     r"(.+\.)?(current_action|activity\.\w+)": "whoever does something says what; the watchdog's thread reads it",
@@ -300,11 +300,17 @@ def prose(path: Path) -> Iterator[str]:
             yield token.string
 
 
-def absent_names(text: str, known: Collection[str]) -> list[str]:
+@cache
+def folders_and_ends(known: frozenset[str]) -> tuple[set[str], set[str]]:
+    """Names of the folders of the paths in ``known``, and the ends of the paths, from any folder on."""
+    folders = {name.rpartition("/")[0].rpartition("/")[2] for name in known}
+    return folders, {"/".join(name.split("/")[place:]) for name in known for place in range(name.count("/") + 1)}
+
+
+def absent_names(text: str, known: frozenset[str]) -> list[str]:
     """Files (``engine/trainer.py``) and modules (``engine.trainer.Trainer``) in ``text`` that are none of ``known``: paths without
     suffix, from the root or from a package."""
-    folders = {name.rpartition("/")[0].rpartition("/")[2] for name in known}
-    ends = {"/".join(name.split("/")[place:]) for name in known for place in range(name.count("/") + 1)}
+    folders, ends = folders_and_ends(known)
     files = [name for name in re.findall(r"(?<![\w/.*<{])((?:[\w-]+/)+[a-z_]\w*)\.py\b", text) if name not in ends]
     dotted = [name.removeprefix("hetero_mpi.").split(".") for name in re.findall(r"``((?:[a-z_]\w*\.)+\w+)", text)]
     own = [

@@ -256,7 +256,7 @@ def _add_mesh(commands: Commands) -> None:
 
 def _add_offline_commands(commands: Commands) -> None:
     """Declare ``profile``, and the commands that use a profile without needing the cluster: ``inspect``, ``plan``, ``simulate``."""
-    text = "measure the ranks and their links: launch -np 3 -- profile job.toml -o FILE"
+    text = "measure ranks and links: launch -np 3 -- profile JOB -o FILE"
     add = _command(commands, "profile", "cli:profile", text).add_argument
     add("job", type=Path, metavar="JOB", help="job file (TOML)")
     add("-o", "--output", type=Path, required=True, metavar="FILE", help="profile to write (TOML)")

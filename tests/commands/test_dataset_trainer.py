@@ -244,6 +244,7 @@ def file_of(rows: Any, args: Any = None, **more: Any) -> list[Any]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_import_prints_no_hint_at_other_packages() -> None:
     code = "import hetero_mpi, peft, bitsandbytes; hetero_mpi.DPOTrainer"
     assert "kernels" not in require_success(run_within(100, [sys.executable, "-c", code], os.environ, ROOT)).stderr

@@ -326,8 +326,8 @@ def test_adapters_of_packed_experts_are_divided_with_them(shares: tuple[int, ...
     ("family", "packed", "shares", "experts"),
     [
         ("llama", 7, (2, 1), None),
-        ("glm", 6, (2, 1), None),
-        ("mixtral", 6, (2, 1), None),
+        pytest.param("glm", 6, (2, 1), None, marks=pytest.mark.slow),
+        pytest.param("mixtral", 6, (2, 1), None, marks=pytest.mark.slow),
         ("mixtral", 6, (3, 0), (2, 6)),
     ],
 )

@@ -233,6 +233,7 @@ def test_a_schedule_for_several_stages_can_be_asked_for(order: str, ranks: tuple
     assert idling.order == order and len(idling.stages_of) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("order", "memory_bytes"), [("interleaved", 120_000), ("zbv", 110_000)])
 def test_a_requested_schedule_takes_the_micro_batch_and_recomputation_that_fit(order: str, memory_bytes: int) -> None:
     """The search's own schedules have room for larger micro-batches."""

@@ -34,7 +34,8 @@ LAYERS = 6
 
 def grouped() -> tuple[Plan, ClusterProfile]:
     """Ranks 0 and 1 hold a stage: as much each, though rank 1 takes three times as long; rank 2 holds the other one."""
-    model = replace(make_model(LAYERS - 2), heads=4)
+    model = make_model(LAYERS - 2)
+    model = replace(model, heads=4, layers=tuple(replace(layer, divided_parameters=1) for layer in model.layers))
     model = replace(model, layers=tuple(replace(layer, group_sums=2) for layer in model.layers))
     profile = make_profile([1.0, 3.0, 1.0], model, bytes_per_s=1e6)
     links = tuple(replace(link, same_host=True) for link in profile.links)
