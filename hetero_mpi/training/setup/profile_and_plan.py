@@ -272,7 +272,7 @@ def _given_plan(
         which = "the given plan" if isinstance(user_plan, Plan) else user_plan
         raise UserError(
             "plan.other_job",
-            f"{which} does not fit this job on these ranks:\n{error}\nCorrect it, or omit it to plan again",
+            f"{which} does not fit this job on these ranks:\n{error}\nCorrect it, or omit it (--plan) to plan again",
         ) from None
     say(*difference_lines(plan, request))
     return report
