@@ -137,15 +137,25 @@ def near(plans: Sequence[Plan], request: PlanRequest, without: int | None = None
         ranks = range(1 + max(max(plan.ranks) for plan in plans))
         new_ranks = [-1 if rank == without else rank - (rank > without) for rank in ranks]
         plans = [renumbered(plan, new_ranks) for plan in plans]
-    streaming, count = "never" if without is None and not is_streamed else request.streaming, len(plans[0].pipelines)
-    counts = count - 1, count, count + 1
-    return replace(request, near_counts=counts, thorough=False, streaming=streaming, near=tuple(plans))
+    streaming = "never" if without is None and not is_streamed else request.streaming
+    return replace(_with_counts_near(plans[0], request), thorough=False, streaming=streaming, near=tuple(plans))
+
+
+def _with_counts_near(plan: Plan, request: PlanRequest) -> PlanRequest:
+    count = len(plan.pipelines)
+    return replace(request, near_counts=(count - 1, count, count + 1))
 
 
 def without_rank(rank: int, plans: Sequence[Plan], profile: ClusterProfile, request: PlanRequest) -> Alternative:
-    """The cluster without one rank, for both a reason and a what-if alternative. ``plans``: the plan and similar ones."""
+    """The cluster without one rank, for both a reason and a what-if alternative. ``plans``: the plan and similar ones.
+
+    Without the least busy rank, which a reason names, plans unlike these are searched as well.
+    """
     remaining = restricted(profile, [device.rank for device in profile.devices if device.rank != rank])
-    return Alternative(f"without rank {rank} ({profile.devices[rank].name})", remaining, near(plans, request, rank))
+    busy_s = outlined(plans[0], profile).busy_s
+    is_least_busy = rank == min(busy_s, key=lambda r: (busy_s[r], r))
+    fewer = _with_counts_near(plans[0], request) if is_least_busy else near(plans, request, rank)
+    return Alternative(f"without rank {rank} ({profile.devices[rank].name})", remaining, fewer)
 
 
 # Reasons: alternative plans
