@@ -15,7 +15,7 @@ CLOSURES = {"model.stage": 3_500, "engine.executor": 6_800, "engine.trainer": 9_
 """Module -> lines of it and of all modules that it imports, over however many steps, inside functions and for types too."""
 LOADED = {"training.loop": 16_000}
 """The same of what is loaded when the module is imported."""
-MAX_PACKAGE_LINES, MAX_TEST_LINES = 62_333, 52_839
+MAX_PACKAGE_LINES, MAX_TEST_LINES = 62_330, 52_839
 """The bars are 52,000 and 40,000 lines; until they are reached, these numbers follow the lines that there are, downwards."""
 MAX_FILE_LINES = 400
 

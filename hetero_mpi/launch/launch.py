@@ -81,9 +81,8 @@ def main(namespace: argparse.Namespace, parse: Callable[[Sequence[str]], argpars
     words = [sys.executable, "-m", "hetero_mpi", *program]
     command = build_command(find_launcher(), namespace.ranks, namespace.hostfile, words, mpirun_args)
     if min(tasks, default=0) > 0 and sum(tasks) < sum(slurm.tasks_per_node(os.environ["SLURM_TASKS_PER_NODE"])):
-        command.environment["SLURM_TASKS_PER_NODE"] = ",".join(
-            map(str, tasks)
-        )  # otherwise launchers fill the first nodes
+        # Otherwise launchers fill the first nodes.
+        command.environment["SLURM_TASKS_PER_NODE"] = ",".join(map(str, tasks))
     return _start(namespace, command, program)
 
 

@@ -51,12 +51,9 @@ if __name__ == "__main__":
     try:
         cli_evaluate()
     except ConnectionError as error:  # of the package datasets
-        command = (
-            f"{sys.executable} -m lm_eval run --model dummy --tasks {sys.argv[sys.argv.index('--tasks') + 1]} --limit 1"
-        )
-        instruction = (
-            "unset HF_HUB_OFFLINE, or, on a machine with a network and the same cache (HF_HOME), such as a login node:"
-        )
+        tasks = sys.argv[sys.argv.index("--tasks") + 1]
         sys.exit(
-            f"{error}; the tasks' data are not in this machine's cache either: {instruction}\n  HF_HUB_OFFLINE=0 {command}"
+            f"{error}; the tasks' data are not in this machine's cache either: unset HF_HUB_OFFLINE, or, on a machine with a "
+            "network and the same cache (HF_HOME), such as a login node:\n"
+            f"  HF_HUB_OFFLINE=0 {sys.executable} -m lm_eval run --model dummy --tasks {tasks} --limit 1"
         )

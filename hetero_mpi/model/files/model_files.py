@@ -291,9 +291,8 @@ def _no_directory(directory: Path) -> str:
     siblings = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
     near = [str(parent / name) for name in difflib.get_close_matches(directory.name, siblings, n=3)]
     # A path that was meant from the working directory, not from the job file.
-    near += [str(tail.resolve()) for n in range(len(directory.parts)) if (tail := Path(*directory.parts[n:])).is_dir()][
-        :1
-    ]
+    tails = (Path(*directory.parts[n:]) for n in range(len(directory.parts)))
+    near += [str(tail.resolve()) for tail in tails if tail.is_dir()][:1]
     absolute_text = "" if directory.is_absolute() else f" (looked for as {directory.absolute()})"
     is_result = directory.name == "model" and parent.parent.name == "runs"
     first = f"Train jobs/{parent.name}.toml first, if its result is meant. " if is_result else ""

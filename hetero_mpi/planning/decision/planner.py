@@ -96,7 +96,9 @@ def _make_ordered_plan(profile: ClusterProfile, request: PlanRequest) -> PlanRep
     """Convert plans of the closest schedule that the search supports to the requested one, and report on the fastest."""
     nearest, name, counted = nearest_searched(request), request.schedule, with_copies(profile, request)
     require_split_times(profile, nearest, name)
-    decision = fastest(counted, request) or fastest(profile, request)
+    decision = fastest(counted, request)
+    if decision is None and counted is not profile:
+        decision = fastest(profile, request)
     if decision is None:
         raise _order_refusal(profile, request)
     full = complete_plan(decision.plan, profile, nearest, f"plan.schedule = {name!r}")
